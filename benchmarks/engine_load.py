@@ -21,7 +21,7 @@ from pathlib import Path
 
 import httpx
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.retry import Retrier

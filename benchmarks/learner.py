@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,7 @@ def make_batch(vocabulary: int, length: int) -> dict[str, Any]:
 def make_model(directory: Path, vocabulary: int, hidden: int) -> int:
     """Write a model and a tokenizer that only has to exist; returns the number of parameters."""
     import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -100,10 +99,17 @@ def make_model(directory: Path, vocabulary: int, hidden: int) -> int:
     )
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
+    write_tokenizer(directory, vocabulary)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"<{number}>": number for number in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<1>").save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class Memory:
@@ -140,7 +146,9 @@ def measure(update: Any, num_tokens: int) -> dict[str, float]:
     }
 
 
-def make_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -> tuple[Any, list[Any]]:
+def make_ours(
+    model_dir: Path, batch: dict[str, Any], length: int, layout: str, *, device: str = "cpu", dtype: str = "auto"
+) -> tuple[Any, list[Any]]:
     """Our learner, set to compute what TRL computes, and the batch as it takes it."""
     from gspo_core.batch import TrainSequence
     from gspo_core.learner import Learner
@@ -157,8 +165,10 @@ def make_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) 
         optimizer=OptimizerConfig(lr=1e-6),
         micro_batch_tokens=ROWS * length,
         layout=layout,
+        dtype=dtype,
+        activation_checkpointing=device == "cuda",
     )
-    return Learner(model_dir, config, objective, seed=0), sequences
+    return Learner(model_dir, config, objective, seed=0, device=device), sequences
 
 
 def run_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -> dict[str, float]:
@@ -269,6 +279,10 @@ def padded(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run_trl(model_dir: Path, batch: dict[str, Any]) -> dict[str, float]:
+    return measure(trl_update(model_dir, batch), batch["num_tokens"])
+
+
+def trl_update(model_dir: Path, batch: dict[str, Any], *, device: str = "cpu") -> Callable[[], float]:
     """TRL's own loss and backward pass on given completions; generation is left out."""
     import torch
     from datasets import Dataset
@@ -286,9 +300,9 @@ def run_trl(model_dir: Path, batch: dict[str, Any]) -> dict[str, float]:
         gradient_accumulation_steps=len(micro_batches),
         num_generations=MEMBERS,
         learning_rate=1e-6,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        use_cpu=device == "cpu",
+        bf16=device != "cpu",
+        gradient_checkpointing=device != "cpu",
         report_to=[],
     )
     dataset = Dataset.from_dict({"prompt": ["<2>"] * MEMBERS * GROUPS})
@@ -299,7 +313,8 @@ def run_trl(model_dir: Path, batch: dict[str, Any]) -> dict[str, float]:
 
     def update() -> float:
         for micro_batch in micro_batches:
-            loss = trainer.compute_loss(trainer.model, dict(micro_batch))
+            given = {name: tensor.to(trainer.model.device) for name, tensor in micro_batch.items()}
+            loss = trainer.compute_loss(trainer.model, given)
             trainer.accelerator.backward(loss * len(micro_batches))  # which divides it by them again
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.optimizer.step()
@@ -307,7 +322,7 @@ def run_trl(model_dir: Path, batch: dict[str, Any]) -> dict[str, float]:
         return float(norm)
 
     trainer.accelerator.gradient_accumulation_steps = len(micro_batches)
-    return measure(update, batch["num_tokens"])
+    return update
 
 
 def run_plain(model_dir: Path, batch: dict[str, Any]) -> dict[str, float]:

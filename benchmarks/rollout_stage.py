@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.fast_engine import Plan
 from gspo_core.chat import HermesCodec, load_tokenizer
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
+from services.engines.http_engine import open_http
 from services.engines.protocol import Generation
-from services.engines.sglang import EngineClient, open_http
+from services.engines.sglang import EngineClient
 from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
@@ -48,21 +50,35 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def write_model(directory: Path) -> HermesCodec:
-    """A model without weights: a tokenizer of bytes, so that lengths in tokens are known, and a configuration."""
+def write_model(directory: Path, words: Iterable[str] = ()) -> HermesCodec:
+    """A model without weights: a tokenizer of bytes, so that lengths in tokens are known, and a configuration.
+
+    Each of ``words`` behind a blank is one token.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {f"unused{number}": number for number in range(FIRST_ID)}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[letter] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    merges: dict[tuple[str, str], None] = {}
+    for word in words:
+        for length in range(1, len(word) + 1):
+            head, letter = f"Ġ{word[: length - 1]}", word[length - 1]
+            vocabulary.setdefault(head + letter, len(vocabulary))
+            merges[head, letter] = None
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in _CONTROL])
     tokenizer.save(str(directory / "tokenizer.json"))
     codec = HermesCodec(load_tokenizer(directory))
-    config = {"max_position_embeddings": CONTEXT_TOKENS, "vocab_size": codec.tokenizer.vocab_size}
+    config = {
+        "model_type": "qwen2",
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "vocab_size": codec.tokenizer.vocab_size,
+    }
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     return codec
 
 
@@ -194,10 +210,10 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def open_stage(*, num_turn_tokens: int) -> AsyncIterator[Stage]:
+async def open_stage(*, num_turn_tokens: int, words: Iterable[str] = ()) -> AsyncIterator[Stage]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         root = Path(folder)
-        codec = write_model(root / "model")
+        codec = write_model(root / "model", words)
         server = closing.enter_context(RedisServer.spawn(root / "redis"))
         async with connect(server.url) as redis, httpx.AsyncClient(trust_env=False) as http:
             bus, store = Bus(redis), Store(redis)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 LONG, LONG_TASK = "A SAGA", 63
 _WORDS = "the quick brown fox jumps over the lazy dog and runs on "
@@ -50,3 +50,10 @@ class Bomb(Library):
             page: its number
         """
         os._exit(3)
+
+
+class Elsewhere:
+    """Tasks of an agent that the benchmark itself plays."""
+
+    tasks: list[dict[str, Any]] = [{}] * 64
+    hosting: ClassVar = {"sessions_per_process": 64, "max_processes": 32}

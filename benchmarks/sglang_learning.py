@@ -1,8 +1,9 @@
-"""Does the calculator job learn on a real SGLang as it does on the embedded engine, with weights updated in flight?
+"""Does the calculator job learn on a real SGLang, or vLLM, as on the embedded engine, with weights updated in flight?
 
-Run: ``python -m benchmarks.sglang_learning --venv .venv-sglang [--steps 50] [--seed 0]`` after ``make sglang-cpu``.
-Writes both curves and what was measured of both to ``benchmarks/results/sglang_learning.*``: minutes, one after
-the other. With ``--weight-transport group`` the weights go through a process group, to ``sglang_learning_group.*``.
+Run: ``python -m benchmarks.sglang_learning [--kind vllm] [--steps 50] [--seed 0]`` after ``make sglang-cpu`` or
+``make vllm-cpu``. Writes both curves and what was measured of both to ``benchmarks/results/sglang_learning.*`` or
+``vllm_learning.*``: minutes, one after the other. With ``--weight-transport group`` (SGLang) the weights go through a
+process group, to ``sglang_learning_group.*``. With ``--alone`` the embedded engine is left out.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from examples.demo.model import make_demo_model
 from examples.demo.report import DemoResult, moving_average
 from services.files.data_dir import DataDir
 from tests.apparatus.sglang_process import SGLangProcess
+from tests.apparatus.vllm_process import VllmProcess
 
-RESULTS = Path(__file__).parent / "results" / "sglang_learning"
+RESULTS = Path(__file__).parent / "results"
+SERVERS: Mapping[str, type[SGLangProcess | VllmProcess]] = {"sglang": SGLangProcess, "vllm": VllmProcess}
+NAMES = {"sglang": "SGLang 0.5.23", "vllm": "vLLM 0.32.0"}
 
 
 def train(
@@ -37,7 +41,8 @@ def train(
     if engine == "embedded":
         result = run_demo(spec, data_dir, model_dir)
     else:
-        server = SGLangProcess(arguments.venv, model_dir, data_dir / "sglang.log")
+        venv = arguments.venv or Path(f".venv-{engine}")
+        server = SERVERS[engine](venv, model_dir, data_dir / f"{engine}.log")
         try:
             result = run_demo(spec, data_dir, model_dir, engine_urls=(server.url,))
         finally:
@@ -76,11 +81,12 @@ def plot(results: Mapping[str, DemoResult], path: Path) -> None:
 
 
 def report(
-    results: Mapping[str, DemoResult], engines: Mapping[str, Mapping[str, float]], seed: int, transport: str
+    results: Mapping[str, DemoResult], engines: Mapping[str, Mapping[str, float]], arguments: argparse.Namespace
 ) -> str:
+    name, seed, transport = NAMES[arguments.kind], arguments.seed, arguments.weight_transport
     lines = [
-        "# The calculator job on the embedded engine and on a real SGLang\n",
-        f"SGLang 0.5.23 on the CPU, float32, one thread; seed {seed}; weights by {transport}; {os.cpu_count()} logical "
+        f"# The calculator job on a real {name.split()[0]}{' and on the embedded engine' * (len(results) > 1)}\n",
+        f"{name} on the CPU, float32, one thread; seed {seed}; weights by {transport}; {os.cpu_count()} logical "
         f"CPUs, load average {os.getloadavg()[0]:.1f} at the end. The times say nothing of GPUs.\n",
         f"| | {' | '.join(results)} |",
         f"|---|{'---|' * len(results)}",
@@ -104,7 +110,9 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--venv", type=Path, default=Path(".venv-sglang"), help="environment of SGLang")
+    parser.add_argument("--kind", choices=sorted(SERVERS), default="sglang")
+    parser.add_argument("--alone", action="store_true", help="without the embedded engine beside it")
+    parser.add_argument("--venv", type=Path, help="environment of the engine (default: .venv-KIND)")
     parser.add_argument("--model", type=Path, help="where the demo's model lies, or is to be made")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -116,14 +124,14 @@ def main() -> None:
         root = Path(folder)
         model_dir = arguments.model or root / "model"
         make_demo_model(model_dir)  # nothing to do where it is there
-        for name in ("embedded", "sglang"):
+        for name in [arguments.kind] if arguments.alone else ["embedded", arguments.kind]:
             results[name], engines[name] = train(name, root, model_dir, arguments)
-    written = RESULTS if arguments.weight_transport == "disk" else RESULTS.with_name(f"{RESULTS.name}_group")
+    written = RESULTS / f"{arguments.kind}_learning{'_group' * (arguments.weight_transport == 'group')}"
     plot(results, written.with_suffix(".png"))
     written.with_suffix(".json").write_text(
         json.dumps({name: asdict(one) | {"engine": engines[name]} for name, one in results.items()}, indent=1) + "\n"
     )
-    text = report(results, engines, arguments.seed, arguments.weight_transport)
+    text = report(results, engines, arguments)
     written.with_suffix(".md").write_text(text)
     print(text)
 

@@ -29,7 +29,8 @@ import transformers
 from gspo_core.codec import encode
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
-from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, WeightsManifest
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.versions import WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.data_dir import DataDir

@@ -1,8 +1,10 @@
 """Questions that a few lines of Python answer, with an interpreter whose variables stay between calls.
 
 The interpreter is Monty (`pydantic-monty`): a subset of Python in worker processes without files, network or host
-objects. An episode holds no worker: its state is bytes between two calls, and is also its snapshot, so that it goes on
-in another process from where it stood.
+objects, each enclosed (`environments.sandbox.enclosed`): code that escaped the interpreter would still reach no file,
+and not the session that judges it. A command of a sandbox for each call would be no stronger, cost a process each time,
+and forget the variables. An episode holds no worker: its state is bytes between two calls, and is also its snapshot,
+so that it goes on in another process from where it stood.
 """
 
 # /// script
@@ -13,8 +15,16 @@ from __future__ import annotations
 
 import atexit
 import random
+import shutil
+import struct
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from environments.sandbox.enclosed import enclosed
+from gspo_core.env import Context
 
 if TYPE_CHECKING:
     from pydantic_monty import Monty
@@ -23,6 +33,8 @@ NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 1000, 100
 MAX_CODE_CHARS, MAX_OUTPUT_CHARS = 8_000, 4_000
 # State comes from a program that nobody trusts: opaque, and bounded.
 MAX_STATE_BYTES = 1 << 20
+# For all calls of an episode together, however many a job allows.
+RUN_S = 20.0
 _LIMITS = {"max_memory": 64 << 20, "max_feed_duration_secs": 2.0, "max_recursion_depth": 200}
 
 
@@ -79,10 +91,10 @@ class PythonTool:
     def reset(self, question: str, code: str) -> str:
         self._expected, _, _ = _feed(b"", code)
         self._said = ""
-        self._state = b""
+        self._state, self._used_s = b"", 0.0
         return question
 
-    def python(self, code: str) -> str:
+    def python(self, code: str, ctx: Context) -> str:
         """Run Python. The value of the last line is shown, and what is printed.
 
         Args:
@@ -90,7 +102,14 @@ class PythonTool:
         """
         if len(code) > MAX_CODE_CHARS:
             raise ValueError(f"at most {MAX_CODE_CHARS} characters of code")
-        value, printed, state = _feed(self._state, code)
+        if self._used_s >= RUN_S:
+            raise ValueError("the time for this task is over: answer with what you know")
+        began = time.monotonic()
+        try:
+            value, printed, state = _feed(self._state, code)
+        finally:
+            self._used_s += time.monotonic() - began
+            ctx.metric("python_s", self._used_s)
         if len(state) > MAX_STATE_BYTES:
             raise ValueError("the variables take too much room; the interpreter is as it was before this call")
         self._state = state
@@ -104,13 +123,14 @@ class PythonTool:
     def snapshot(self) -> bytes:
         expected, said = str(self._expected).encode(), self._said.encode()
         lengths = len(expected).to_bytes(4, "big") + len(said).to_bytes(4, "big")
-        return _version() + lengths + expected + said + self._state
+        return _version() + struct.pack("<d", self._used_s) + lengths + expected + said + self._state
 
     def restore(self, state: bytes) -> None:
         version = _version()
         if not state.startswith(version):
             raise ValueError("the snapshot is of another version of the interpreter")
-        rest = state[len(version) :]
+        (self._used_s,) = struct.unpack_from("<d", state, len(version))
+        rest = state[len(version) + 8 :]
         num_expected, num_said = int.from_bytes(rest[:4], "big"), int.from_bytes(rest[4:8], "big")
         rest = rest[8:]
         self._expected = int(rest[:num_expected])
@@ -142,10 +162,18 @@ def _workers() -> Monty:
 
     with _pool_lock:
         if _pool is None:
-            _pool = pydantic_monty.Monty(request_timeout=10.0)
+            _pool = pydantic_monty.Monty(binary_path=enclosed(_interpreter()), request_timeout=10.0)
             _pool.__enter__()
             atexit.register(_pool.__exit__, None, None, None)
         return _pool
+
+
+def _interpreter() -> Path:
+    """The program that comes with the package, beside the interpreter that runs this."""
+    found = shutil.which("monty", path=str(Path(sys.executable).parent)) or shutil.which("monty")
+    if found is None:
+        raise FileNotFoundError("the program monty of pydantic-monty is not installed")
+    return Path(found)
 
 
 def _feed(state: bytes, code: str) -> tuple[object, str, bytes]:
@@ -173,4 +201,4 @@ def _feed(state: bytes, code: str) -> tuple[object, str, bytes]:
 def _version() -> bytes:
     import importlib.metadata
 
-    return f"monty {importlib.metadata.version('pydantic-monty')}\n".encode()
+    return f"monty {importlib.metadata.version('pydantic-monty')}, 2\n".encode()  # 2: with the time used

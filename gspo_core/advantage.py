@@ -10,16 +10,21 @@ drops them. It imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.objective_config import AdvantageConfig
-from gspo_core.types import EpisodeKey, Group
+from gspo_core.types import EpisodeKey, Group, Trajectory
 
 Floats = NDArray[np.float64]
+Turns: TypeAlias = Sequence[Sequence[float | None]]
+"""For each member the rewards of its turns; None for a turn without one."""
+Situations: TypeAlias = Sequence[Sequence[Hashable]]
+"""For each member what its turns are compared by: turns of a group with an equal one are compared."""
 
 
 class AdvantageError(ValueError):
@@ -56,6 +61,8 @@ class BatchAdvantages:
     kept: list[bool]
     """False for members outside the batch: those without a reward and those of dropped groups."""
     verdicts: dict[Hashable, GroupVerdict]
+    by_turn: list[list[float]] | None = None
+    """With `turn_reward_weight`: the advantages of each member's turns, in the same order."""
 
     def metrics(self) -> dict[str, float]:
         """Counts of groups by verdict."""
@@ -71,8 +78,15 @@ class BatchAdvantages:
         }
 
 
-def judge_group(rewards: Sequence[float | None], config: AdvantageConfig) -> GroupVerdict:
-    """Judge whether a group contributes to training; the trainer calls this before forming a batch."""
+def judged(group: Group, config: AdvantageConfig) -> GroupVerdict:
+    """Judge a finished group; the trainer calls this before forming a batch."""
+    return judge_group(group.rewards, config, _turns_of(group, config))
+
+
+def judge_group(
+    rewards: Sequence[float | None], config: AdvantageConfig, turn_rewards: Turns | None = None
+) -> GroupVerdict:
+    """Judge whether a group contributes to training. One with equal rewards does, if rewards of its turns differ."""
     known = _known(rewards)
     # Use raw rewards: deviations from a floating-point mean leave signed residues of 1e-17.
     zero_variance = len(known) > 1 and float(known.max()) == float(known.min())
@@ -84,7 +98,7 @@ def judge_group(rewards: Sequence[float | None], config: AdvantageConfig) -> Gro
         zero_variance=zero_variance,
         too_small=too_small,
         tiny_spread=compared and config.scale != "none" and _std(known, config) < config.min_std,
-        dropped=zero_variance and config.zero_variance == "drop",
+        dropped=zero_variance and config.zero_variance == "drop" and not _turns_differ(rewards, config, turn_rewards),
     )
 
 
@@ -99,16 +113,25 @@ def group_advantages(rewards: Sequence[float | None], config: AdvantageConfig) -
 
 
 def batch_advantages(
-    rewards: Sequence[float | None], group_ids: Sequence[Hashable], config: AdvantageConfig
+    rewards: Sequence[float | None],
+    group_ids: Sequence[Hashable],
+    config: AdvantageConfig,
+    turn_rewards: Turns | None = None,
+    situations: Situations | None = None,
 ) -> BatchAdvantages:
-    """The advantages of all members of a batch, in any order and with groups of any remaining size."""
+    """The advantages of all members of a batch, in any order and with groups of any remaining size.
+
+    ``turn_rewards`` and ``situations`` act with `turn_reward_weight` only.
+    """
     if len(rewards) != len(group_ids):
         raise AdvantageError(f"{len(rewards)} rewards but {len(group_ids)} group ids")
+    turns = turn_rewards if config.turn_reward_weight else None
     members: dict[Hashable, list[int]] = {}
     for position, group_id in enumerate(group_ids):
         members.setdefault(group_id, []).append(position)
     by_group = {group_id: [rewards[position] for position in positions] for group_id, positions in members.items()}
-    verdicts = {group_id: judge_group(group, config) for group_id, group in by_group.items()}
+    of_turns = {group_id: _at(turns, positions) for group_id, positions in members.items()}
+    verdicts = {group_id: judge_group(group, config, of_turns[group_id]) for group_id, group in by_group.items()}
     divisor = _batch_divisor(list(by_group.values()), verdicts, config)
     advantages = np.zeros(len(rewards))
     for group_id, group in by_group.items():
@@ -118,13 +141,18 @@ def batch_advantages(
         reward is not None and not verdicts[group_id].dropped
         for reward, group_id in zip(rewards, group_ids, strict=True)
     ]
-    return BatchAdvantages([float(value) for value in advantages], kept, verdicts)
+    by_turn = None if turns is None else _by_turn(members, by_group, turns, situations, config)
+    return BatchAdvantages([float(value) for value in advantages], kept, verdicts, by_turn)
 
 
 def advantages_of(groups: Sequence[Group], config: AdvantageConfig) -> BatchAdvantages:
     """The advantages of all episodes of `groups`, in order."""
     episodes = [trajectory for group in groups for trajectory in group]
-    return batch_advantages([one.reward for one in episodes], [one.key.group for one in episodes], config)
+    turns = _turns_of(episodes, config)
+    rewards = [value for group in groups for value in _compared(group, config)]
+    by_what = config.turn_reward_weight and config.turn_groups == "observation"
+    situations = [observations(one) for one in episodes] if by_what else None
+    return batch_advantages(rewards, [one.key.group for one in episodes], config, turns, situations)
 
 
 def episode_advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[EpisodeKey, float | None]:
@@ -134,25 +162,54 @@ def episode_advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict
     return {one.key: advantage if is_kept else None for one, advantage, is_kept in rows}
 
 
+def part_rewards(parts: Sequence[Mapping[str, float] | None], config: AdvantageConfig) -> list[float | None]:
+    """For each member of a group the weighted sum of the advantages of its reward's parts, each compared by itself
+    (GDPO, 2601.05242); None for members without a reward."""
+    each = config.model_copy(update={"scale": "group_std", "part_weights": None})
+    total = np.zeros(len(parts))
+    for name, weight in (config.part_weights or {}).items():
+        values = [None if member is None else member.get(name, 0.0) for member in parts]
+        total += weight * np.array(group_advantages(values, each))
+    return [None if member is None else float(value) for member, value in zip(parts, total, strict=True)]
+
+
 def turn_advantages(
-    rewards: Sequence[float | None], turn_rewards: Sequence[Sequence[float | None]], config: AdvantageConfig
+    rewards: Sequence[float | None], turn_rewards: Turns, config: AdvantageConfig, situations: Situations | None = None
 ) -> list[list[float]]:
     """For each member of a group, an advantage for each of its turns.
 
     It is the episode's advantage plus `turn_reward_weight` times that of the discounted turn rewards from this turn on,
-    compared with the members that reached the same turn. A turn without its own reward counts as 0.
+    compared with the members that reached the same turn, or with all turns of the group in the same situation. A turn
+    without its own reward counts as 0.
     """
     if len(rewards) != len(turn_rewards):
         raise AdvantageError(f"{len(rewards)} rewards but the turns of {len(turn_rewards)} members")
     episode = group_advantages(rewards, config)
     returns = [_returns(turns, config.turn_discount) for turns in turn_rewards]
     advantages = [[value] * len(turns) for value, turns in zip(episode, turn_rewards, strict=True)]
-    for turn in range(max((len(turns) for turns in turn_rewards), default=0)):
-        reached = [member for member, turns in enumerate(turn_rewards) if len(turns) > turn]
-        compared = [None if rewards[member] is None else returns[member][turn] for member in reached]
-        for member, value in zip(reached, group_advantages(compared, config), strict=True):
+    alike: dict[Hashable, list[tuple[int, int]]] = {}
+    for member, turns in enumerate(turn_rewards):
+        for turn in range(len(turns)):
+            alike.setdefault(turn if situations is None else situations[member][turn], []).append((member, turn))
+    for places in alike.values():
+        compared = [None if rewards[member] is None else returns[member][turn] for member, turn in places]
+        for (member, turn), value in zip(places, group_advantages(compared, config), strict=True):
             advantages[member][turn] += config.turn_reward_weight * value
     return advantages
+
+
+def observations(episode: Trajectory) -> list[bytes]:
+    """For each turn the tokens that it read before its first sampled one: equal ones are the same situation."""
+    found = [b""] * episode.num_turns
+    begun: set[int] = set()
+    for segment in episode.segments:
+        if segment.turn in begun:
+            continue
+        sampled = np.flatnonzero(segment.action_mask)
+        end = int(sampled[0]) if len(sampled) else segment.num_tokens
+        found[segment.turn] += np.ascontiguousarray(segment.token_ids[:end], np.int32).tobytes()
+        begun |= {segment.turn} if len(sampled) else set()
+    return found
 
 
 def token_advantages(
@@ -183,6 +240,44 @@ def branch_weights(num_actions: Sequence[int]) -> list[float]:
     if not total:
         return [1 / len(num_actions)] * len(num_actions)
     return [count / total for count in num_actions]
+
+
+def _compared(group: Group, config: AdvantageConfig) -> Sequence[float | None]:
+    """What the members of a group are compared by."""
+    if config.part_weights is None:
+        return group.rewards
+    return part_rewards([None if one.reward is None else one.outcome.reward_parts for one in group], config)
+
+
+def _turns_of(episodes: Iterable[Trajectory], config: AdvantageConfig) -> Turns | None:
+    return [one.turn_rewards for one in episodes] if config.turn_reward_weight else None
+
+
+def _at(turns: Turns | None, positions: Sequence[int]) -> Turns | None:
+    return None if turns is None else [turns[position] for position in positions]
+
+
+def _by_turn(
+    members: Mapping[Hashable, Sequence[int]],
+    rewards: Mapping[Hashable, Sequence[float | None]],
+    turns: Turns,
+    situations: Situations | None,
+    config: AdvantageConfig,
+) -> list[list[float]]:
+    found: list[list[float]] = [[] for _ in turns]
+    for group_id, positions in members.items():
+        own = None if situations is None else [situations[position] for position in positions]
+        values = turn_advantages(rewards[group_id], [turns[position] for position in positions], config, own)
+        for position, value in zip(positions, values, strict=True):
+            found[position] = value
+    return found
+
+
+def _turns_differ(rewards: Sequence[float | None], config: AdvantageConfig, turns: Turns | None) -> bool:
+    """Whether rewards of turns make a difference where those of the episodes make none."""
+    if turns is None or not config.turn_reward_weight:
+        return False
+    return any(any(values) for values in turn_advantages(rewards, turns, config))
 
 
 def _known(rewards: Sequence[float | None]) -> Floats:

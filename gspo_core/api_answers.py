@@ -35,6 +35,83 @@ class JobAttempt(TypedDict):
     step: int | None
 
 
+class Parent(TypedDict):
+    """The job that a job was forked from."""
+
+    job: str
+    step: int
+    same_batches: bool
+
+
+class Recorded(TypedDict):
+    """The job whose recorded episodes a job is trained on."""
+
+    job: str
+    first: int | None
+    last: int | None
+    traces: bool
+    rewards: str | None
+
+
+class RetrainPlan(TypedDict):
+    """What a job on recorded episodes would be trained on."""
+
+    object: str
+    job: str
+    first: int | None
+    last: int | None
+    steps: int
+    rewards: int
+
+
+class ForkPlan(TypedDict):
+    """What a fork would take."""
+
+    object: str
+    parent: str
+    step: int
+    from_checkpoint: int | None
+    replayed_steps: int
+    same_batches: int
+
+
+class ReplayPlan(TypedDict):
+    """What a replay would take."""
+
+    object: str
+    from_checkpoint: int | None
+    replayed_steps: int
+    trained_steps: int
+
+
+class Replay(TypedDict):
+    """A question about trained steps."""
+
+    object: str
+    id: str
+    job_id: str
+    status: str
+    """``waiting``, ``running``, ``interrupted`` (ask again), ``done``, ``failed``."""
+    first: int
+    last: int
+    set: dict[str, JSON]
+    without: list[str]
+    single: str | None
+    influence: bool
+    from_checkpoint: int | None
+    replayed_steps: int
+    trained_steps: int
+    done_steps: int | None
+    created_at: str
+    finished_at: str | None
+    message: str | None
+
+
+class ReplayDetail(Replay):
+    answer: dict[str, JSON] | None
+    """What ``gspo replay --json`` prints."""
+
+
 class Job(TypedDict):
     """A job as the API shows it."""
 
@@ -55,6 +132,8 @@ class Job(TypedDict):
     metadata: dict[str, str]
     settings: Settings
     attempts: list[JobAttempt]
+    parent: Parent | None
+    recorded: Recorded | None
     links: dict[str, str]
 
 
@@ -67,6 +146,7 @@ class RegisteredEnvironment(TypedDict):
     version: int
     status: str
     source: EnvironmentSource
+    agent: dict[str, JSON] | None
     digest: str
     created_at: str
     failures: list[str]
@@ -100,6 +180,8 @@ class Plan(TypedDict):
     """Questions that only trainers and rollout workers can answer."""
     estimate: dict[str, int]
     capacity: NotRequired[dict[str, int]]
+    memory: NotRequired[Settings | None]
+    """The learner's, on the GPUs that were asked for."""
 
 
 class EpisodeSummary(TypedDict):
@@ -120,6 +202,8 @@ class EpisodeSummary(TypedDict):
     num_tokens: int | None
     num_actions: int | None
     versions: list[int]
+    users: list[str]
+    is_erased: bool
     timings: dict[str, float]
 
 
@@ -280,6 +364,108 @@ class Worker(TypedDict):
     links: dict[str, str]
     state: NotRequired[str | None]
     job: NotRequired[str | None]
+
+
+class Lease(TypedDict):
+    """The hold that an agent has of an episode."""
+
+    object: str
+    id: str
+    job_id: str
+    episode: str
+    attempt: int
+    state: str
+    lease_s: float
+    expires_at: str
+
+
+class EpisodeLease(Lease):
+    """An episode to play, and where its turns are asked for."""
+
+    task: dict[str, JSON]
+    base_url: str
+    api_key: str
+    model: str
+
+
+class TalkKey(TypedDict):
+    """A key that talks to a job's policy without an episode, with what it has used."""
+
+    object: str
+    id: str
+    job_id: str
+    label: str
+    created_at: str
+    expires_at: str | None
+    max_turns: int | None
+    max_tokens: int | None
+    max_seconds: float | None
+    num_turns: int
+    num_tokens: int
+    seconds: float
+
+
+class NewTalkKey(TalkKey):
+    key: str
+
+
+class Trace(TypedDict):
+    """A conversation of such a key."""
+
+    object: str
+    id: str
+    job_id: str
+    key: str
+    user: str
+    began_at: str
+    is_redacted: bool
+    num_turns: int
+    num_branches: int
+    num_tokens: int
+    num_sampled: int
+    versions: list[int]
+
+
+class TraceDetail(Trace):
+    turns: list[ShownTurn]
+    tokens: NotRequired[dict[str, list[JSON]] | None]
+    warning: str | None
+
+
+class Erased(TypedDict):
+    """How much recorded traffic is gone."""
+
+    object: str
+    num_segments: int
+
+
+class Entered(TypedDict):
+    """A step that an episode entered."""
+
+    episode: str
+    step: int
+    epoch: int
+    in_job: str
+
+
+class InUse(TypedDict):
+    """An episode in the queue that could not be erased now."""
+
+    episode: str
+    why: str
+
+
+class ErasedEpisodes(TypedDict):
+    """What became of the text of episodes, and what erasing does not reach."""
+
+    object: str
+    queued: list[str]
+    """Episodes that were not trained yet: they have ended, and nothing of them is left in the queue."""
+    in_use: list[InUse]
+    erased: list[Entered]
+    not_yet: list[Entered]
+    unreadable: list[str]
+    stays: list[str]
 
 
 class Drain(TypedDict):

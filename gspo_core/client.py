@@ -39,6 +39,10 @@ from gspo_core.api_answers import (
     Trial,
     Worker,
 )
+from gspo_core.client_forks import ForkCalls
+from gspo_core.client_leases import LeaseCalls, RequestParts
+from gspo_core.client_replays import ReplayCalls
+from gspo_core.client_traffic import TrafficCalls
 from gspo_core.json_value import JSON
 from gspo_core.server_events import parse_events
 
@@ -70,14 +74,6 @@ class FoundProblem(TypedDict):
     code: str
     message: str
     param: str | None
-
-
-class _Request(TypedDict, total=False):
-    params: Mapping[str, str]
-    json: Mapping[str, JSON]
-    content: bytes
-    headers: dict[str, str]
-    timeout: float
 
 
 class _Data(TypedDict, Generic[T]):
@@ -139,7 +135,7 @@ class Spec(Protocol):
     def model_dump(self, *, mode: str) -> Settings: ...
 
 
-class Client:
+class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
     """Talks to one API. Use it as a context manager, or close it."""
 
     def __init__(
@@ -180,16 +176,18 @@ class Client:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         return self._ask(Job, "POST", "/v1/jobs", json=_plain(spec), headers=headers)
 
-    def plan_job(self, spec: Spec | Mapping[str, JSON]) -> Plan:
-        """Plan a job without creating it."""
-        return self._ask(Plan, "POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec), timeout=EXAMINATION_S)
+    def plan_job(self, spec: Spec | Mapping[str, JSON], *, gpus: str | None = None) -> Plan:
+        """Plan a job without creating it; with `gpus` (8xH100) also the learner's memory."""
+        asked = {"dry_run": "true"} | ({} if gpus is None else {"gpus": gpus})
+        return self._ask(Plan, "POST", "/v1/jobs", params=asked, json=_plain(spec), timeout=EXAMINATION_S)
 
     def job(self, job_id: str) -> Job:
         return self._ask(Job, "GET", _job_path(job_id))
 
-    def jobs(self, *, status: str | None = None, order: str = "desc") -> Iterator[Job]:
-        """All jobs, newest first, fetched page by page as they are asked for."""
-        params = {"limit": "100", "order": order} | ({"status": status} if status else {})
+    def jobs(self, *, status: str | None = None, parent: str | None = None, order: str = "desc") -> Iterator[Job]:
+        """All jobs, newest first, fetched page by page as they are asked for. ``parent``: those made of its past."""
+        params = {"limit": "100", "order": order}
+        params |= {name: value for name, value in (("status", status), ("parent", parent)) if value}
         yield from self._pages(Job, "/v1/jobs", params)
 
     def config(self, job_id: str) -> Settings:
@@ -200,9 +198,14 @@ class Client:
         """Ask a job to pause after the step that it is in."""
         return self._ask(Job, "POST", _job_path(job_id, "/pause"))
 
-    def resume(self, job_id: str) -> Job:
-        """Let a paused job go on."""
-        return self._ask(Job, "POST", _job_path(job_id, "/resume"))
+    def resume(
+        self, job_id: str, *, from_step: int | None = None, steps: int | None = None, horizon: int | None = None
+    ) -> Job:
+        """Let a paused job go on; or one that is over, from where it ended or ``from_step``, for ``steps`` in all. The
+        schedule of its learning rate ends where it did, or at ``horizon``."""
+        given = {"from_step": from_step, "steps": steps, "horizon": horizon}
+        params = {name: str(value) for name, value in given.items() if value is not None}
+        return self._ask(Job, "POST", _job_path(job_id, "/resume"), params=params)
 
     def cancel(self, job_id: str, *, drain: bool = False, checkpoint: bool = False) -> Job:
         """Ask for the end of a job. ``drain`` trains what is under way first; ``checkpoint`` keeps where it ended."""
@@ -293,29 +296,36 @@ class Client:
         """Gone already is as good."""
         self._remove(f"/v1/checkpoints/{_path(checkpoint_id)}", "checkpoint_not_found")
 
-    def register_environment(self, name: str, source: EnvironmentSource) -> RegisteredEnvironment:
-        """A version with this content; the same content is the same version."""
-        body = {"name": name, "source": cast(JSON, source)}
+    def register_environment(
+        self, name: str, source: EnvironmentSource, *, agent: Mapping[str, JSON] | None = None
+    ) -> RegisteredEnvironment:
+        """A version with this content; the same content is the same version. ``agent``: as a job has it."""
+        body = {"name": name, "source": cast(JSON, source)} | ({} if agent is None else {"agent": dict(agent)})
         return self._ask(RegisteredEnvironment, "POST", "/v1/environments", json=body)
 
-    def upload_environment(self, name: str, ref: str, content: bytes, *, kind: str) -> RegisteredEnvironment:
+    def upload_environment(
+        self, name: str, ref: str, content: bytes, *, kind: str, agent: Mapping[str, JSON] | None = None
+    ) -> RegisteredEnvironment:
         """``kind``: ``text/x-python`` for a file, ``application/zip``, ``application/gzip`` or ``application/x-tar``
-        for a package. ``ref`` is ``file.py:Class`` or ``package.module:Class`` in it."""
+        for a package. ``ref`` is ``file.py:Class`` or ``package.module:Class`` in it. ``agent``: as a job has it; a
+        program runs in the folder of that file."""
         return self._ask(
             RegisteredEnvironment,
             "POST",
             "/v1/environments/uploads",
-            params={"name": name, "ref": ref},
+            params={"name": name, "ref": ref} | ({} if agent is None else {"agent": json.dumps(dict(agent))}),
             content=content,
             headers={"Content-Type": kind},
         )
 
-    def upload_folder(self, name: str, ref: str, folder: str | Path) -> RegisteredEnvironment:
+    def upload_folder(
+        self, name: str, ref: str, folder: str | Path, *, agent: Mapping[str, JSON] | None = None
+    ) -> RegisteredEnvironment:
         """A folder as a package: the same files are the same version. ``ref`` is ``package.module:Class`` or
         ``file.py:Class`` in it. Raises FolderRefused."""
         from gspo_core.packed_folder import pack_folder
 
-        return self.upload_environment(name, ref, pack_folder(Path(folder)), kind="application/zip")
+        return self.upload_environment(name, ref, pack_folder(Path(folder)), kind="application/zip", agent=agent)
 
     def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
         """Registered versions by name."""
@@ -436,7 +446,7 @@ class Client:
                 return
             params = {**params, "after": page["last_id"]}
 
-    def _ask(self, shape: type[T], method: str, path: str, **request: Unpack[_Request]) -> T:
+    def _ask(self, shape: type[T], method: str, path: str, **request: Unpack[RequestParts]) -> T:
         """One answer, taken to have ``shape``. A request that may not have arrived is repeated: all of ours are safe to
         repeat."""
         if method == "POST":

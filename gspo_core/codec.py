@@ -32,13 +32,35 @@ import numpy as np
 from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
-from gspo_core.types import CacheMode, EpisodeKey, InvalidValue, NonFiniteValue, Outcome, Segment, Spent, StopReason
+from gspo_core.invariants import InvalidValue, NonFiniteValue
+from gspo_core.types import (
+    NOTHING,
+    Asked,
+    CacheMode,
+    EpisodeKey,
+    Evidence,
+    Outcome,
+    Repeated,
+    Segment,
+    Spent,
+    StopReason,
+    TurnReward,
+)
 
 SCHEMA: Final = 1
 # As above, with ``spent`` at the end of the meta block; written where a segment has it.
 TIMED_SCHEMA: Final = 2
 # As above, with ``untrained_turns`` behind ``spent``, which may be nil; written where a segment names any.
 UNTRAINED_SCHEMA: Final = 3
+# As above, with ``turn_rewards`` behind ``untrained_turns``, which may be empty; written where a segment names any, or
+# where its stop reason is newer than the schemas before.
+REWARDED_SCHEMA: Final = 4
+# As above, with ``repeated`` and ``asked`` behind ``turn_rewards``; written where a segment has either.
+ASKED_SCHEMA: Final = 5
+# As above, with ``user`` behind ``asked``; written where a segment has one.
+USER_SCHEMA: Final = 6
+# As above, with ``evidence`` behind ``user``, which may be empty; written where the outcome has some.
+EVIDENCE_SCHEMA: Final = 7
 # 4 MiB are 466,000 tokens: more than the longest context that the models have, so nothing honest is refused, and
 # one hostile or broken entry costs the queue and the trainer no more than this.
 MAX_SEGMENT_BYTES: Final = 4 * 2**20
@@ -65,7 +87,7 @@ class BadMagic(SegmentRejected):
 
 
 class UnknownSchema(SegmentRejected):
-    """Written by another release; this one reads ``SCHEMA``, ``TIMED_SCHEMA`` and ``UNTRAINED_SCHEMA``."""
+    """Written by another release; this one reads those from ``SCHEMA`` to ``EVIDENCE_SCHEMA``."""
 
 
 class TruncatedSegment(SegmentRejected):
@@ -132,17 +154,61 @@ class _UntrainedMeta(_SegmentMeta, array_like=True, gc=False):
     untrained_turns: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
 
 
+class _RewardedMeta(_SegmentMeta, array_like=True, gc=False):
+    spent: Spent | None
+    untrained_turns: tuple[int, ...]
+    turn_rewards: tuple[TurnReward, ...]
+
+
+class _AskedMeta(_RewardedMeta, array_like=True, gc=False):
+    repeated: tuple[Repeated, ...]
+    asked: Asked | None
+
+
+class _UserMeta(_AskedMeta, array_like=True, gc=False):
+    user: str
+
+
+class _EvidenceMeta(msgspec.Struct, array_like=True, gc=False):
+    told: dict[str, str]
+    left_out: dict[str, str]
+
+
+class _JudgedMeta(_UserMeta, array_like=True, gc=False):
+    evidence: _EvidenceMeta
+
+
+# Those that readers of the older schemas do not know.
+_NEWER_STOPS = frozenset({StopReason.NO_REWARD})
 _encode_meta = msgspec.msgpack.Encoder().encode
-_decode_meta = {
-    SCHEMA: msgspec.msgpack.Decoder(_SegmentMeta).decode,
-    TIMED_SCHEMA: msgspec.msgpack.Decoder(_TimedMeta).decode,
-    UNTRAINED_SCHEMA: msgspec.msgpack.Decoder(_UntrainedMeta).decode,
+_META: Final[dict[int, type[_SegmentMeta]]] = {
+    SCHEMA: _SegmentMeta,
+    TIMED_SCHEMA: _TimedMeta,
+    UNTRAINED_SCHEMA: _UntrainedMeta,
+    REWARDED_SCHEMA: _RewardedMeta,
+    ASKED_SCHEMA: _AskedMeta,
+    USER_SCHEMA: _UserMeta,
+    EVIDENCE_SCHEMA: _JudgedMeta,
 }
+# How many of the fields that came later each schema has.
+_NUM_ENDS: Final = {
+    SCHEMA: 0,
+    TIMED_SCHEMA: 1,
+    UNTRAINED_SCHEMA: 2,
+    REWARDED_SCHEMA: 3,
+    ASKED_SCHEMA: 5,
+    USER_SCHEMA: 6,
+    EVIDENCE_SCHEMA: 7,
+}
+# What a trainer of this release reads.
+NEWEST_SCHEMA: Final = max(_META)
+_decode_meta = {schema: msgspec.msgpack.Decoder(meta).decode for schema, meta in _META.items()}
 
 
 def encode(segment: Segment) -> bytes:
     """The bytes of ``segment``."""
-    meta = _meta_bytes(segment)
+    schema = _schema(segment)
+    meta = _meta_bytes(segment, schema)
     counts = _COUNTS.pack(len(meta), segment.num_tokens, segment.num_actions, segment.logprob_sum)
     front = counts + meta + bytes(-len(meta) % _ALIGNMENT)
     token_ids = segment.token_ids.astype(_I4, copy=False).data
@@ -152,8 +218,23 @@ def encode(segment: Segment) -> bytes:
     if size > MAX_SEGMENT_BYTES:
         raise OversizedSegment(f"{segment.key} index {segment.index}: {size} bytes, at most {MAX_SEGMENT_BYTES}")
     crc = crc32(mask, crc32(logprobs, crc32(token_ids, crc32(front))))
-    schema = UNTRAINED_SCHEMA if segment.untrained_turns else SCHEMA if segment.spent is None else TIMED_SCHEMA
     return b"".join((_PREFIX.pack(_MAGIC, schema, crc), front, token_ids, logprobs, mask))
+
+
+def _schema(segment: Segment) -> int:
+    """The oldest one that can say it."""
+    if segment.outcome is not None and segment.outcome.evidence:
+        return EVIDENCE_SCHEMA
+    if segment.user:
+        return USER_SCHEMA
+    if segment.repeated or segment.asked is not None:
+        return ASKED_SCHEMA
+    outcome = segment.outcome
+    if segment.turn_rewards or (outcome is not None and outcome.stop_reason in _NEWER_STOPS):
+        return REWARDED_SCHEMA
+    if segment.untrained_turns:
+        return UNTRAINED_SCHEMA
+    return SCHEMA if segment.spent is None else TIMED_SCHEMA
 
 
 def decode(data: bytes) -> Segment:
@@ -171,6 +252,8 @@ def decode(data: bytes) -> Segment:
     if num_tokens and np.maximum.reduce(mask_bytes) > 1:
         raise InvalidSegment("the action mask holds something else than 0 and 1")
     segment = _build(meta, token_ids, mask_bytes.view(_BOOL), logprobs)
+    if _schema(segment) != schema:
+        raise MalformedMeta(f"{segment.key}: schema {schema}, though an older one says all of it")
     if segment.num_actions != num_actions:
         raise IntegrityMismatch(f"{segment.key}: {segment.num_actions} actions, the header says {num_actions}")
     # Written so that a NaN in the header fails too.
@@ -179,7 +262,7 @@ def decode(data: bytes) -> Segment:
     return segment
 
 
-def _meta_bytes(segment: Segment) -> bytes:
+def _meta_bytes(segment: Segment, schema: int) -> bytes:
     key, outcome = segment.key, segment.outcome
     fields = (
         *(key.job, key.group, key.member, segment.attempt, segment.branch, segment.index, segment.turn),
@@ -188,13 +271,20 @@ def _meta_bytes(segment: Segment) -> bytes:
         if outcome is None
         else _OutcomeMeta(outcome.stop_reason, outcome.reward, dict(outcome.reward_parts), dict(outcome.metrics)),
     )
-    meta = _SegmentMeta(*fields) if segment.spent is None else _TimedMeta(*fields, segment.spent)
-    if segment.untrained_turns:
-        meta = _UntrainedMeta(*fields, segment.spent, segment.untrained_turns)
+    evidence = _EvidenceMeta({}, {}) if outcome is None else _evidence_meta(outcome.evidence)
+    ends = (
+        *(segment.spent, segment.untrained_turns, segment.turn_rewards, segment.repeated, segment.asked, segment.user),
+        evidence,
+    )
+    meta = _META[schema](*fields, *ends[: _NUM_ENDS[schema]])
     try:
         return _encode_meta(meta)
     except UnicodeEncodeError as error:
         raise MalformedMeta(f"{key} index {segment.index}: {error}") from error
+
+
+def _evidence_meta(evidence: Evidence) -> _EvidenceMeta:
+    return _EvidenceMeta(dict(evidence.told), dict(evidence.left_out))
 
 
 def _checked_header(data: bytes) -> tuple[int, int, int, int, float]:
@@ -219,7 +309,7 @@ def _checked_header(data: bytes) -> tuple[int, int, int, int, float]:
 
 
 def _unknown(schema: int) -> UnknownSchema:
-    return UnknownSchema(f"schema {schema}; this release reads {SCHEMA} to {UNTRAINED_SCHEMA}")
+    return UnknownSchema(f"schema {schema}; this release reads {SCHEMA} to {EVIDENCE_SCHEMA}")
 
 
 def _refuse_start(data: bytes) -> SegmentRejected:
@@ -254,6 +344,12 @@ def _checked_meta(data: bytes, end: int, schema: int) -> _SegmentMeta:
 _key = lru_cache(maxsize=16_384)(EpisodeKey)
 
 
+def _outcome(meta: _SegmentMeta, ended: _OutcomeMeta) -> Outcome:
+    found = meta.evidence if isinstance(meta, _JudgedMeta) else None
+    evidence = NOTHING if found is None else Evidence(found.told, found.left_out)
+    return Outcome(ended.stop_reason, ended.reward, ended.reward_parts, ended.metrics, evidence)
+
+
 def _build(
     meta: _SegmentMeta,
     token_ids: NDArray[np.int32],
@@ -262,7 +358,7 @@ def _build(
 ) -> Segment:
     try:
         key = _key(meta.job, meta.group, meta.member)
-        outcome = None if meta.outcome is None else Outcome(*msgspec.structs.astuple(meta.outcome))
+        outcome = None if meta.outcome is None else _outcome(meta, meta.outcome)
     except NonFiniteValue as error:
         raise NonFiniteSegment(str(error)) from error
     except InvalidValue as error:
@@ -284,8 +380,12 @@ def _build(
                 "cache_mode": meta.cache_mode,
                 "turn_reward": meta.turn_reward,
                 "outcome": outcome,
-                "spent": meta.spent if isinstance(meta, _TimedMeta | _UntrainedMeta) else None,
-                "untrained_turns": meta.untrained_turns if isinstance(meta, _UntrainedMeta) else (),
+                "spent": meta.spent if isinstance(meta, _TimedMeta | _UntrainedMeta | _RewardedMeta) else None,
+                "untrained_turns": meta.untrained_turns if isinstance(meta, _UntrainedMeta | _RewardedMeta) else (),
+                "turn_rewards": meta.turn_rewards if isinstance(meta, _RewardedMeta) else (),
+                "repeated": meta.repeated if isinstance(meta, _AskedMeta) else (),
+                "asked": meta.asked if isinstance(meta, _AskedMeta) else None,
+                "user": meta.user if isinstance(meta, _UserMeta) else "",
             }
         )
     except NonFiniteValue as error:

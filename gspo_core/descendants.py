@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -53,8 +53,13 @@ def kill_strays(known: Collection[int]) -> None:
 def children() -> frozenset[int]:
     """The children of this process; empty where this cannot be read."""
     me = os.getpid()
+    return frozenset(pid for pid, parent in parents().items() if parent == me)
+
+
+def parents() -> Mapping[int, int]:
+    """The parent of every process that can be seen; empty where this cannot be read."""
     entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()] if sys.platform == "linux" else []
-    return frozenset(int(entry.name) for entry in entries if _parent_of(entry) == me)
+    return {int(entry.name): _parent_of(entry) for entry in entries}
 
 
 def _parent_of(entry: Path) -> int:

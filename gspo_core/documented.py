@@ -1,8 +1,8 @@
-"""The kind of pydantic model that everything a user configures is made of.
+"""The kind of pydantic model that everything a user configures is made of, and that which answers are shown in.
 
 One rule: the docstring under a field is its only description. It becomes the field's text in the JSON schema. Sources
-are read when a schema is asked for and validators are built when a value is validated, never on import: a command line
-that imports these models starts in a blink.
+are read when a schema is asked for, never on import, and validators of what a user configures are built when a value is
+validated: a command line that imports these models starts in a blink.
 """
 
 from __future__ import annotations
@@ -10,17 +10,42 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import sys
-from typing import TypeVar, get_args
+from collections.abc import Iterator
+from typing import Annotated, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 T = TypeVar("T")
 
 
-class Documented(BaseModel):
+class Described(BaseModel):
+    """Described by the docstrings under its fields."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        described = field_docs(cls)
+        for name, field in cls.model_fields.items():
+            spelled = name if name in properties else field.alias or name
+            if spelled in properties and name in described:
+                properties[spelled]["description"] = described[name]
+        return schema
+
+
+class Documented(Described):
     """Frozen, refuses unknown keys and switches for numbers, described by the docstrings under its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -34,17 +59,6 @@ class Documented(BaseModel):
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"a number, not {str(value).lower()}" + (" (null: off)" * (type(None) in kinds)))
         return value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler(core_schema)
-        properties = handler.resolve_ref_schema(schema).get("properties", {})
-        described = field_docs(cls)
-        for name, field in cls.model_fields.items():
-            spelled = name if name in properties else field.alias or name
-            if spelled in properties and name in described:
-                properties[spelled]["description"] = described[name]
-        return schema
 
 
 def _kinds(annotation: object) -> set[object]:
@@ -80,3 +94,25 @@ def _docs_of_class(node: ast.ClassDef) -> dict[str, str]:
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
             docs[above.target.id] = " ".join(inspect.cleandoc(below.value.value).split())
     return docs
+
+
+def _finite(value: T) -> T:
+    for number in _numbers(value):
+        if not math.isfinite(number):
+            raise ValueError(f"numbers must be finite, not {number}")
+    return value
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+
+
+FreeForm = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+"""Any JSON. It is checked by hand: a validator's ban on NaN and infinity does not reach into it."""

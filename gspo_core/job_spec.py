@@ -9,53 +9,29 @@ environment. What is legal but known to be wrong is not refused; `spec_warnings`
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from gspo_core.documented import Documented
+from gspo_core.documented import Documented, FreeForm
+from gspo_core.environment_spec import Count, EnvironmentSpec, EpisodeLimits, Limits, PositiveInt, Seconds, is_none
 from gspo_core.json_value import JSON
-from gspo_core.learner_config import LearnerOptions, OptimizerConfig
-from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
-from gspo_core.outbound import MAX_URL_CHARS
+from gspo_core.learner_config import LearnerOptions, OptimizerConfig, with_named_bounds
+from gspo_core.objective_config import Name, ObjectiveConfig, config_refusals, config_warnings, default_name
 from gspo_core.stop_spec import StopSpec, WatchdogSpec
+from gspo_core.types import MAX_EVIDENCE_BYTES
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Temperature = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 # Pairs, lengths of keys and of values: generous for labels, too small to keep data in.
 MAX_METADATA = (16, 64, 512)
 
 # Beyond this staleness cap nothing is trained (as a multiple of the pace that admission keeps).
 STALENESS_CAP_FACTOR = 4
-
-
-T = TypeVar("T")
-
-
-def _finite(value: T) -> T:
-    """Free-form parts are checked by hand: a validator's ban on NaN and infinity does not reach into them."""
-    for number in _numbers(value):
-        if not math.isfinite(number):
-            raise ValueError(f"numbers must be finite, not {number}")
-    return value
-
-
-def _numbers(value: object) -> Iterator[float]:
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _numbers(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _numbers(item)
+# An hour of steps of 10 s, of which most wait: groups that wait hold memory in Redis, which has a budget of its own.
+WAITING_FACTOR = 256
 
 
 def _whole_vocabulary(top_p: float) -> float:
@@ -67,159 +43,8 @@ def _whole_vocabulary(top_p: float) -> float:
     return top_p
 
 
-_CLASS = re.compile(r"[^\s:]+:[A-Za-z_][A-Za-z0-9_.]*")
-_REGISTERED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(@[1-9][0-9]{0,7})?")
-
-
-def _reference(text: str) -> str:
-    if not _CLASS.fullmatch(text) and not _REGISTERED.fullmatch(text):
-        raise ValueError("use package.module:Class, path/to/file.py:Class, or name@version of a registered environment")
-    return text
-
-
-FreeForm = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
-
-
-class ParseErrorPolicy(Documented):
-    """What happens when a tool call of the policy cannot be read."""
-
-    feedback: Count = 2
-    """Unreadable turns in a row that are answered with the error, so that the policy can try again."""
-    then: Literal["end"] = "end"
-    """What happens at the next one: the episode ends with `parse_error`."""
-
-
-class Limits(Documented):
-    """Limits of an episode. Where one is left out, the environment author's value applies, else the default stated."""
-
-    max_turns: PositiveInt | None = None
-    """Assistant turns of an episode; the episode ends with `max_turns`. Default 16."""
-    max_tool_calls: PositiveInt | None = None
-    """Tool calls of an episode; the episode ends with `max_tool_calls`. Default 32."""
-    max_episode_tokens: PositiveInt | None = None
-    """Sampled tokens of an episode, all turns together; the episode ends with `max_tokens`. Default 8192."""
-    max_context_tokens: PositiveInt | None = None
-    """Prompt, tool output and sampled tokens of an episode together; the episode ends with `context_overflow`.
-    The model's own limit applies too. Default 32768."""
-    max_observation_chars: Annotated[int, Field(ge=100)] | None = None
-    """Characters of one answer from an environment that the policy reads. A longer one loses its middle, and a line in
-    its place says how much was left out. Default 100000."""
-    reset_timeout_s: Seconds | None = None
-    """Time for an environment to start an episode; exceeding it is a retried infrastructure failure. Default 60."""
-    step_timeout_s: Seconds | None = None
-    """Time for one tool call; beyond it the policy is told, or the episode ends with `tool_timeout`. Default 20."""
-    score_timeout_s: Seconds | None = None
-    """Time for computing the reward; exceeding it is an infrastructure failure. Default 30."""
-    close_timeout_s: Seconds | None = None
-    """Time for an environment to clean up; exceeding it is only counted. Default 10."""
-    episode_timeout_s: Seconds | None = None
-    """Wall-clock time of an episode, not counting waits for weights or for an engine; the episode ends with
-    `episode_timeout`. Default 1800."""
-    retries: Count | None = None
-    """How often starting an episode is retried after an infrastructure failure. Default 2."""
-    on_parse_error: ParseErrorPolicy | None = None
-    """What happens when a tool call of the policy cannot be read. Default: feedback 2, then end."""
-    on_truncation: Literal["score", "zero"] | None = None
-    """The reward of an episode that hit a limit: `score` asks the environment as usual, `zero` is 0.
-    Default score."""
-    max_repetition_tokens: Annotated[int, Field(ge=8)] | None = None
-    """A turn that repeats a piece of at most 64 tokens for this many tokens ends the episode with `repetition`, a limit
-    like the others. Checked after every `chunk_tokens`. Default none."""
-    overlong_tokens: PositiveInt | None = None
-    """A penalty for the last this many of `max_episode_tokens`: the reward falls linearly over them, by 1 at the limit.
-    Held-out episodes keep their reward. Default none."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """The limits that apply to an episode, all of them set. `Limits` describes each."""
-
-    max_turns: int = 16
-    max_tool_calls: int = 32
-    max_episode_tokens: int = 8192
-    max_context_tokens: int = 32768
-    max_observation_chars: int = 100_000
-    reset_timeout_s: float = 60.0
-    step_timeout_s: float = 20.0
-    score_timeout_s: float = 30.0
-    close_timeout_s: float = 10.0
-    episode_timeout_s: float = 1800.0
-    retries: int = 2
-    on_parse_error: ParseErrorPolicy = field(default_factory=ParseErrorPolicy)
-    on_truncation: Literal["score", "zero"] = "score"
-    max_repetition_tokens: int | None = None
-    overlong_tokens: int | None = None
-
-    @classmethod
-    def resolve(cls, *layers: Limits) -> Self:
-        """Later layers win: author of the environment, job, the job's entry for this environment."""
-        given: dict[str, Any] = {}
-        for layer in layers:
-            values = {name.name: getattr(layer, name.name) for name in fields(cls)}
-            given |= {name: value for name, value in values.items() if value is not None}
-        return cls(**given)
-
-
-class HostSpec(Documented):
-    """Limits of the processes that an environment runs in. Where one is left out, its author's value (`hosting`)
-    applies, else the default stated."""
-
-    sessions_per_process: PositiveInt | None = None
-    """Episodes that share a process. Default: 256 if every method is async, 16 if the environment is `replayable` or
-    offers snapshots, else 1."""
-    max_processes: PositiveInt | None = None
-    """Processes per rollout worker. Episodes that do not fit wait for a place. Default 64."""
-    memory_mb: PositiveInt | None = None
-    """Memory of one process; beyond it the episode that acted ends with `env_crash`. Default 1024."""
-    file_mb: PositiveInt | None = None
-    """Size of a file that it may write; beyond it writing fails. Default 64."""
-    boot_timeout_s: Seconds = 120.0
-    """Time for loading the environment; beyond it the worker cannot serve the job."""
-
-
-# Of a command: more than any shell would be given, less than what makes a record large.
-MAX_WORDS, MAX_WORD_CHARS = 64, 4096
-
-_Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_WORD_CHARS, pattern=r"^[^\x00]+$")]
-
-
-class AgentSpec(Documented):
-    """How the agent is started, once an episode. With nothing given, `ref` names a function `run(task, llm)`."""
-
-    url: Annotated[str, StringConstraints(max_length=MAX_URL_CHARS, pattern=r"^https?://[^\s]+$")] | None = None
-    """A service that is sent the task, a base URL and a key with POST, and plays the episode before it answers.
-    `ref` names what has the tasks."""
-    command: Annotated[tuple[_Word, ...], Field(min_length=1, max_length=MAX_WORDS)] | None = None
-    """A program and its arguments, started with the task, base URL and key in environment variables. `ref` names what
-    has the tasks."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.url is not None and self.command is not None:
-            raise ValueError("give url or command, not both")
-        return self
-
-
-class EnvironmentSpec(Documented):
-    """One environment of a job."""
-
-    ref: Annotated[str, StringConstraints(max_length=1024), AfterValidator(_reference)]
-    """Its class: `package.module:Class` or `path/to/file.py:Class`. Or a registered environment: `name@version`, or
-    `name` for the newest version at the time the job is submitted."""
-    config: FreeForm = Field(default_factory=dict)
-    """Keyword arguments for the class. A registered version brings its own."""
-    agent: AgentSpec | None = None
-    """An agent plays the episodes and asks the gateway for its turns; `{}` is enough where `ref` names a function
-    `run(task, llm)`. Left out: `ref` is a class whose methods the policy calls as tools."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Its share of the groups, relative to the other environments' weights."""
-    limits: Limits = Field(default_factory=Limits)
-    """Limits for episodes of this environment; they override the job's."""
-    host: HostSpec = Field(default_factory=HostSpec)
-    """Limits of the processes that it runs in."""
-    broken_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The reward of an episode whose own action broke its environment (`tool_timeout`, `env_crash`).
-    Left out: the low end of the environment's `reward_range`, else 0."""
+def _is_default(section: Documented) -> bool:
+    return section == type(section)()
 
 
 class RolloutSpec(Documented):
@@ -255,10 +80,12 @@ class RolloutSpec(Documented):
     """What happens to requests in flight when new weights arrive: `retract` recomputes their keys and values under the
     new weights, `in_place` continues with those of the old ones, which pauses engines for less time but gives results
     that no single version reproduces."""
-    weight_transport: Literal["disk", "group"] = "disk"
+    weight_transport: Literal["disk", "group", "delta", "adapter"] = "disk"
     """How new weights reach the engines: `disk` has engines read them from a volume that they and the trainer mount at
-    the same path, `group` sends the tensors over the network (gloo, or NCCL from a trainer with a GPU), one engine at
-    a time."""
+    the same path, `group` sends the tensors over the network (gloo, or NCCL from a trainer with a GPU), once to all
+    engines, `delta` has engines that can read from the volume only what changed since the version they hold, bit for
+    bit, `adapter` publishes the low-rank additions of `learner.lora` alone, and engines that can add them to the base
+    model."""
     max_engine_k3: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.02
     """Largest divergence (k3, per token) between the log-probs of an engine and of the trainer under the same weights.
     Beyond it nothing is trained: the engine has other weights, a wrong template or temperature, or broken numerics."""
@@ -287,6 +114,35 @@ class RolloutSpec(Documented):
         return self
 
 
+# A reward is waited for in Redis, with all tokens of its group, and the key of its episode has to live as long.
+MAX_REWARD_DEADLINE_S = 14 * 24 * 3600.0
+
+
+EVIDENCE_BYTES = 16_384
+
+
+class RewardsSpec(Documented):
+    """Rewards that come after the agent's end (by `POST /v1/episode/reward` with the key of the episode), and what is
+    kept of how rewards came about."""
+
+    deadline_s: Annotated[float, Field(gt=0, le=MAX_REWARD_DEADLINE_S, allow_inf_nan=False)] | None = None
+    """How long after its end an episode waits for its reward; after that it has none (`no_reward`) and is not trained.
+    Left out: an agent that ends without a reward has failed. For jobs of agents."""
+    on_late_reward: Literal["train", "mask", "drop"] = "mask"
+    """What happens to a group that waited for rewards until it has tokens beyond `rollout.staleness_cap`: `train`
+    trains them all the same (gates and corrections act on them), `mask` withholds them and keeps the rewards in the
+    baseline, `drop` drops the group. A group that is younger is trained like any other."""
+    max_waiting_groups: PositiveInt | None = None
+    """Groups that wait for nothing but rewards make room for others, up to this many; more count as being played.
+    Left out: 256 times `groups_per_step`."""
+    evidence_bytes: Annotated[int, Field(ge=0, le=MAX_EVIDENCE_BYTES)] = Field(
+        default=EVIDENCE_BYTES, exclude_if=lambda size: size == EVIDENCE_BYTES
+    )
+    """What an episode's reward was made from (the task, the state in which the world ended, what an agent returned,
+    what a judge answered) is kept with the episode, up to so many bytes, for `gspo rescore`; what does not fit is left
+    out by name. 0 keeps nothing."""
+
+
 class SamplingSpec(Documented):
     """How the policy is sampled while it trains."""
 
@@ -304,9 +160,10 @@ class ChatSpec(Documented):
     format: Literal["auto", "hermes", "template"] = "auto"
     """`hermes`: ChatML with Hermes tool calls, written out here, as Qwen2.5 and Qwen3 read it. `template`: the model's
     own chat template. `auto`: hermes where both give the same tokens, else template."""
-    calls: Literal["auto", "hermes", "qwen_xml", "llama_json", "none"] = "auto"
+    calls: Literal["auto", "hermes", "qwen_xml", "glm_xml", "llama_json", "none"] = "auto"
     """The syntax in which the model writes tool calls, where its own template is used: `qwen_xml` for Qwen3-Coder and
-    Qwen3.5, `llama_json` for Llama 3. `auto` goes by what the template tells the model."""
+    Qwen3.5, `glm_xml` for GLM-4.5 and later, `llama_json` for Llama 3. `auto` goes by what the template tells the
+    model."""
     thinking: Literal["keep", "template"] = "keep"
     """What happens to earlier reasoning when a new user message comes: `keep` leaves the history as it was sampled;
     `template` removes it where the model's template does, which starts a new branch of the episode."""
@@ -327,6 +184,9 @@ class EvaluationSpec(Documented):
     """Sampling temperature of these episodes. Left out: that of the training episodes."""
 
 
+ARCHIVE_BYTES = 16 * 2**30
+
+
 class CheckpointSpec(Documented):
     """What is kept on disk."""
 
@@ -336,6 +196,48 @@ class CheckpointSpec(Documented):
     """Number of newest published weight versions to keep."""
     keep_batches: PositiveInt = 200
     """Number of newest batch logs to keep, for inspection; logs that a kept checkpoint needs are kept as well."""
+    archive: Literal["none", "all"] = Field(default="none", exclude_if=lambda archive: archive == "none")
+    """`all`: batch logs beyond `keep_batches` are compressed and kept, so that every step of the job can be trained
+    again, from its first on."""
+    archive_bytes: PositiveInt = Field(default=ARCHIVE_BYTES, exclude_if=lambda size: size == ARCHIVE_BYTES)
+    """Once the compressed logs have so many bytes no more are added; the first steps stay. Left out: 16 GiB."""
+    keep_every: PositiveInt | None = Field(default=None, exclude_if=is_none)
+    """The checkpoint of every step that this number divides is made and kept for good, beside the newest `keep`: with
+    the logs that are kept, a replay or fork of any step is then fewer steps away. Left out: none, for each is weights
+    and two moments."""
+
+    def is_for_good(self, step: int) -> bool:
+        """Whether the checkpoint after ``step`` is one that no newer ones push out."""
+        return self.keep_every is not None and step % self.keep_every == 0
+
+
+class ParentSpec(Documented):
+    """The job that a job was forked from, and where. What it needs of the parent's files is brought along."""
+
+    job: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """Its id."""
+    step: Count
+    """It begins with the weights, moments and random state after this step, and counts its steps on from there."""
+    same_batches: bool = False
+    """It is first trained on the batches that the parent was trained on after this step, as far as they are kept."""
+    rewards: Digest | None = Field(default=None, exclude_if=is_none)
+    """Digest of the rewards that episodes in these batches were given in place of their own. The service sets it."""
+
+
+class RecordedSpec(Documented):
+    """Episodes that another job has played. A job is trained on them and on nothing else: it needs no engine and no
+    rollout worker, and ends with them."""
+
+    job: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """The id of that job."""
+    first: PositiveInt | None = None
+    """The step of that job whose batch is the first. Left out: the oldest that is kept."""
+    last: PositiveInt | None = None
+    """The step whose batch is the last. Left out: the newest."""
+    traces: bool = False
+    """They are conversations that a gateway recorded (`POST /v1/jobs/{id}/retrain`)."""
+    rewards: Digest | None = None
+    """Digest of the rewards that they were given in place of their own. The service sets it."""
 
 
 class ResourceSpec(Documented):
@@ -363,6 +265,8 @@ class JobSpec(Documented):
     """The loss."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     """How episodes are collected, and how stale training data may be."""
+    rewards: RewardsSpec = Field(default_factory=RewardsSpec, exclude_if=_is_default)
+    """Rewards that come late, and what is kept of how rewards came about."""
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     """How the policy is sampled while it trains."""
     chat: ChatSpec = Field(default_factory=ChatSpec)
@@ -391,13 +295,17 @@ class JobSpec(Documented):
     """What the job needs in order to be placed."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random that the job itself decides: task order, episode seeds, order of updates."""
+    parent: ParentSpec | None = Field(default=None, exclude_if=is_none)
+    """The job that it was forked from. Left out: it begins with the model."""
+    recorded: RecordedSpec | None = Field(default=None, exclude_if=is_none)
+    """Recorded episodes to train on. Left out: it plays its own."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """Labels for people and scripts, at most 16; they change nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         checks = (_metadata_refusals(self.metadata), _schedule_refusals(self), _learner_refusals(self), _mixed(self))
-        for refused in chain(*checks, _objective_refusals(self)):
+        for refused in chain(*checks, _reward_refusals(self), _objective_refusals(self)):
             raise ValueError(refused)
         return self
 
@@ -406,10 +314,27 @@ class JobSpec(Documented):
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits
         return EpisodeLimits.resolve(*layers)
 
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether one is made after ``step`` because of its number."""
+        return step % self.checkpoint_every == 0 or self.checkpoints.is_for_good(step)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that it can make."""
+        return max(self.episode_limits(place).max_context_tokens for place in range(len(self.environments)))
+
     @property
     def is_of_agents(self) -> bool:
         """Whether agents play its episodes; a job is wholly of agents or wholly of environments."""
         return self.environments[0].agent is not None
+
+    @property
+    def max_waiting_groups(self) -> int:
+        """Groups that may wait for rewards beside those that are played."""
+        given = self.rewards.max_waiting_groups
+        if self.rewards.deadline_s is None:
+            return 0
+        return WAITING_FACTOR * self.groups_per_step if given is None else given
 
     @property
     def evaluation_temperature(self) -> float:
@@ -422,6 +347,25 @@ class JobSpec(Documented):
         """The objective with what follows from other sections filled in: the staleness cap."""
         return self.objective.model_copy(update={"staleness_cap": self.rollout.staleness_cap})
 
+    @property
+    def training_optimizer(self) -> OptimizerConfig:
+        """The optimizer with what follows from the objective's name filled in."""
+        return with_named_bounds(self.optimizer, self.objective.name)
+
+    def named(self) -> Self:
+        """As a new submission, with the name that its objective has by default. A job that goes on with the past of
+        another one is called what that was."""
+        is_new = self.parent is None and self.recorded is None
+        return self.with_name(default_name(self.objective)) if is_new else self
+
+    def with_name(self, name: Name | None) -> Self:
+        """With this name of its objective; the rest stays as it is."""
+        return self.model_copy(update={"objective": self.objective.model_copy(update={"name": name})})
+
+
+# At this pace runs were seen to fall, and not at 4, the default; nothing between was tried.
+OLD_DATA = 16
+
 
 def spec_warnings(spec: JobSpec) -> list[str]:
     """What is legal but known to be wrong or easily misunderstood, one sentence each, naming the key."""
@@ -430,6 +374,11 @@ def spec_warnings(spec: JobSpec) -> list[str]:
         warnings.append(
             f"objective.correction: none leaves up to {spec.rollout.staleness_cap} steps of staleness uncorrected; "
             "set rollout.max_staleness to 0, or choose a correction"
+        )
+    if spec.rollout.max_staleness >= OLD_DATA and not spec.training_optimizer.max_grad_growth:
+        warnings.append(
+            f"optimizer.max_grad_growth: not set, with data up to {spec.rollout.max_staleness} steps old: one long "
+            "gradient behind short ones can undo such a run; 1 bounds it by the usual length"
         )
     episode_tokens = spec.limits.max_episode_tokens
     if episode_tokens is not None and episode_tokens < spec.sampling.max_new_tokens:
@@ -468,8 +417,35 @@ def _mixed(spec: JobSpec) -> Iterator[str]:
         )
 
 
+def _reward_refusals(spec: JobSpec) -> Iterator[str]:
+    rewards = spec.rewards
+    if rewards.deadline_s is not None and not spec.is_of_agents:
+        yield (
+            "rewards.deadline_s: only agents have a key by which a reward can come late; environments are judged at "
+            "their end. Remove it"
+        )
+    defaults = RewardsSpec()
+    names = ("on_late_reward", "max_waiting_groups")
+    idle = [name for name in names if getattr(rewards, name) != getattr(defaults, name)]
+    if rewards.deadline_s is None and idle:
+        yield f"rewards.{idle[0]}: acts only on rewards that come late; set rewards.deadline_s or remove it"
+
+
 def _learner_refusals(spec: JobSpec) -> Iterator[str]:
     objective = spec.objective
+    if spec.rollout.weight_transport == "adapter" and spec.learner.lora is None:
+        yield (
+            "rollout.weight_transport: adapter publishes low-rank additions, and this job trains whole weights; set "
+            "learner.lora, or use disk"
+        )
+    if spec.watchdog.on_fall != "tell" and spec.evaluation is None:
+        yield f"watchdog.on_fall: {spec.watchdog.on_fall} follows from held-out rewards, but there is no evaluation"
+    if spec.recorded is not None and spec.parent is not None:
+        yield "recorded: a fork is fed its parent's batches (parent.same_batches); give one of parent and recorded"
+    if spec.recorded is not None and spec.evaluation is not None:
+        yield "evaluation: a job that is trained on recorded episodes plays none; measure it with `gspo eval`"
+    if spec.parent is not None and spec.steps <= spec.parent.step:
+        yield f"steps: {spec.steps} are over at the step {spec.parent.step} that the job is forked from"
     if spec.learner.routing_replay and (objective.anchor == "behavior" or objective.minibatches == 1):
         yield (
             "learner.routing_replay: reuses the experts of the proximal forward pass, which runs only with "

@@ -13,20 +13,23 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from gspo_core.json_value import JSON
+from gspo_core.learner_config import LIVE_RATES
 from gspo_core.objective_config import OTHER_KEYS, ObjectiveConfig
 from gspo_core.problems import Problem, near, problems
 from gspo_core.spec import JobSpec
 
 LIVE_SETTINGS = frozenset(
     {
-        *("optimizer.lr", "optimizer.min_lr_ratio", "optimizer.max_grad_norm"),
+        *(f"optimizer.{name}" for name in LIVE_RATES),
         *(f"objective.{name}" for name in ("clip_low", "clip_high", "dual_clip", "correction_min", "correction_max")),
         *(f"objective.{name}" for name in ("k3_gate", "outlier_gate", "geometric_gate", "off_policy_gate")),
+        *(f"objective.{name}" for name in ("min_kept_frac", "m2_bound", "stale_clip")),
         *(f"objective.{name}" for name in ("gmpo_clip", "dppo_delta", "dppo_cap")),
         *(f"rollout.{name}" for name in ("max_staleness", "staleness_cap", "on_stale", "stale_wait_s")),
         *("steps", "checkpoint_every", "evaluation.every"),
-        *("checkpoints.keep", "checkpoints.keep_versions", "checkpoints.keep_batches"),
+        *("checkpoints.keep", "checkpoints.keep_every", "checkpoints.keep_versions", "checkpoints.keep_batches"),
         *("stop.reward", "stop.no_progress", "stop.wall_time_s", "watchdog.alarm_s", "watchdog.end_s"),
+        *("watchdog.on_fall", "watchdog.slow_by"),
     }
 )
 
@@ -108,12 +111,13 @@ def _problem(key: str) -> Problem | None:
     while section and section not in _REASONS:
         section = section.rpartition(".")[0]
     path = tuple(key.split("."))
-    if not _is_setting(path):
+    if not is_setting(path):
         return Problem("unknown_field", path, f"{key} is not a setting of a job{near(key, LIVE_SETTINGS)}")
     return Problem("not_live", path, f"{key} cannot change while the job runs: it {_REASONS[section]}")
 
 
-def _is_setting(path: Sequence[str]) -> bool:
+def is_setting(path: Sequence[str]) -> bool:
+    """Whether a job has a setting of this name, live or not."""
     model: type[BaseModel] | None = JobSpec
     for name in path:
         if model is None:  # below what is one value: its section has the reason

@@ -50,23 +50,48 @@ class Message(TypedDict, total=False):
     name: str
 
 
-class ParameterSchema(TypedDict, total=False):
-    """JSON schema, as far as type hints become one."""
+_Keywords = TypedDict(
+    "_Keywords",
+    {
+        "$ref": str,
+        "$defs": "dict[str, ParameterSchema]",
+        "prefixItems": "list[ParameterSchema]",
+        "minItems": int,
+        "maxItems": int,
+        "uniqueItems": bool,
+        "additionalProperties": "ParameterSchema",
+        "anyOf": "list[ParameterSchema]",
+        "oneOf": "list[ParameterSchema]",
+    },
+    total=False,
+)
+
+
+class ParameterSchema(_Keywords, total=False):
+    """JSON schema, as far as type hints become one. A model of pydantic may say more."""
 
     type: str | list[str]
     description: str
     properties: dict[str, ParameterSchema]
     required: list[str]
     items: ParameterSchema
-    additionalProperties: ParameterSchema
-    anyOf: list[ParameterSchema]
+    format: str
     enum: list[JSON]
+    nullable: bool
+    """In the words of transformers."""
 
 
-class FunctionSchema(TypedDict):
+class _FunctionSchema(TypedDict):
     name: str
     description: NotRequired[str]
     parameters: NotRequired[ParameterSchema]
+
+
+_Return = TypedDict("_Return", {"return": ParameterSchema}, total=False)
+
+
+class FunctionSchema(_FunctionSchema, _Return):
+    """``return`` is what transformers adds to the schema of a function."""
 
 
 class ToolSchema(TypedDict):

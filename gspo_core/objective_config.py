@@ -18,6 +18,8 @@ from gspo_core.json_value import JSON
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Literal["gspo", "grpo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 Loss = Literal["clip", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
 Correction = Literal[
@@ -34,13 +36,17 @@ Correction = Literal[
 NAMES: Mapping[str, Mapping[str, str]] = {
     "gspo": {"loss": "clip", "ratio": "sequence"},
     "grpo": {"loss": "clip", "ratio": "token"},
-    "ppo": {"loss": "clip", "ratio": "token"},
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo"},
     "gmpo": {"loss": "gmpo"},
     "dppo_tv": {"loss": "dppo_tv"},
     "dppo_kl": {"loss": "dppo_kl"},
     "vespo": {"loss": "vespo"},
+}
+# Names that are refused with a reason.
+WITHDRAWN: Mapping[str, str] = {
+    "ppo": "ppo needs a critic, and there is none here; its clip on each token, with advantages that compare the "
+    "members of a group, is grpo",
 }
 CORRECTION_NAMES: Mapping[str, Correction] = {
     "token": "token_truncate",
@@ -50,7 +56,6 @@ CORRECTION_NAMES: Mapping[str, Correction] = {
 }
 # Keys that are accepted besides the fields, as their JSON schema describes them.
 OTHER_KEYS: Mapping[str, Mapping[str, JSON]] = {
-    "name": {"enum": list(NAMES), "type": "string", "description": "Sets loss and ratio."},
     "clip": {
         "anyOf": [
             {"type": "number"},
@@ -76,6 +81,10 @@ RATIO_OF_LOSS: Mapping[str, str] = {
 TIGHT_BEHAVIOR_CLIP = 1e-3
 WIDE_SEQUENCE_CLIP = 0.1
 TIGHT_TOKEN_CLIP = 0.01
+
+
+def _is_none(value: float | str | None) -> bool:
+    return value is None
 
 
 def _is_default(config: BaseModel, key: str) -> bool:
@@ -106,18 +115,40 @@ class AdvantageConfig(Documented):
     turn rewards from that turn on, compared within the group at the same turn."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of later turn rewards, per turn."""
+    # Release 0.2.0 does not know these keys.
+    turn_groups: Literal["turn", "observation"] = Field(default="turn", exclude_if=lambda groups: groups == "turn")
+    """What a turn is compared with, where turns have advantages of their own: the same turn of the other members, or
+    every turn of the group that read exactly the same before its first sampled token (after GiGPO)."""
+    part_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
+        default=None, min_length=1, exclude_if=lambda weights: weights is None
+    )
+    """Compare each part of the reward within the group by itself, over its own standard deviation, and take the sum by
+    these weights in place of the reward (GDPO, which then has `scale: batch_std`): a part with a small spread is not
+    drowned by one with a large spread. A part that an episode does not report is 0, and a part without a weight is
+    left out. Null: the reward is compared as a whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        idle = [key for key in ("ddof", "eps", "min_std") if self.scale == "none" and not _is_default(self, key)]
+        if self.part_weights is not None and self.scale not in ("batch_std", "none"):
+            raise ValueError(
+                f"part_weights: each part has a scale of its own already, so scale: {self.scale} would "
+                "divide twice; use batch_std (GDPO) or none"
+            )
+        if self.part_weights is not None and self.zero_variance == "drop":
+            raise ValueError("part_weights: zero_variance: drop looks at the reward as a whole; use keep")
+        is_unscaled = self.scale == "none" and self.part_weights is None
+        idle = [key for key in ("ddof", "eps", "min_std") if is_unscaled and not _is_default(self, key)]
         if idle:
             raise ValueError(f"{', '.join(idle)}: only acts on a standard deviation, but scale is none; remove it")
-        if self.scale != "none" and self.eps == 0 and self.min_std == 0:
+        if not is_unscaled and self.eps == 0 and self.min_std == 0:
             raise ValueError("eps: 0 together with min_std 0 can divide by almost zero; set one of them")
         if self.turn_reward_weight and self.scale.startswith("batch"):
             raise ValueError(f"scale: {self.scale} is not defined for turn rewards; use group_std or none")
-        if not self.turn_reward_weight and not _is_default(self, "turn_discount"):
-            raise ValueError("turn_discount: only acts on turn rewards; set turn_reward_weight or remove it")
+        for key in ("turn_discount", "turn_groups"):
+            if not self.turn_reward_weight and not _is_default(self, key):
+                raise ValueError(f"{key}: only acts on turn rewards; set turn_reward_weight or remove it")
+        if self.turn_groups == "observation" and self.zero_variance == "drop":
+            raise ValueError("turn_groups: zero_variance: drop looks at rewards alone, not at what was read; use keep")
         return self
 
 
@@ -155,12 +186,16 @@ class ObjectiveConfig(Documented):
     """The loss. The default is decoupled GSPO: the trust region is measured from the trainer's own policy when the
     batch entered it, and the gap between that policy and the sampler is corrected by a bounded weight.
 
-    Also accepted: `name` sets loss and ratio, `clip` sets clip_low and clip_high, `importance_sampling_level` is
+    Also accepted: `clip` sets clip_low and clip_high, `importance_sampling_level` is
     another name for ratio, and the corrections have the short names token, icepop, geometric and product.
     """
 
     model_config = ConfigDict(json_schema_extra=_add_other_spellings)
 
+    # Release 0.2.0 reads the key and stores what it stands for, so a job that has it stored was submitted later.
+    name: Name | None = Field(default=None, exclude_if=_is_none)
+    """Sets loss and ratio; `gspo` also bounds gradients, where `optimizer.max_grad_growth` does not say how. A job that
+    names no objective is named so when it is submitted, if its loss and ratio are those of `gspo`."""
     loss: Loss = "clip"
     """`clip` is the pessimistic clip of PPO, GRPO and GSPO; the others are alternatives to it."""
     ratio: Literal["sequence", "turn", "token"] = "sequence"
@@ -215,6 +250,18 @@ class ObjectiveConfig(Documented):
     Null: never."""
     staleness_cap: Annotated[int, Field(ge=0)] | None = None
     """Tokens staler than this many steps are withheld. Null: none. A job takes it from its rollout section."""
+    # Release 0.2.0 does not know these keys and refuses a job with them, so a job that does not use them is stored
+    # without.
+    min_kept_frac: Share | None = Field(default=None, exclude_if=_is_none)
+    """Where k3_gate and outlier_gate would keep a smaller share of the batch's sequences than this, it is the policy
+    that has moved, not some sequences that are odd: then this share is kept, the nearest first. Null: the gates may
+    withhold everything."""
+    m2_bound: PositiveFloat | None = Field(default=None, exclude_if=_is_none)
+    """Tokens with the largest squared log ratio to the sampler are withheld until the mean square of the rest of the
+    batch is below this (M2PO; 0.04 is usual). Null: never."""
+    stale_clip: PositiveFloat | None = Field(default=None, exclude_if=_is_none)
+    """Where the log ratio of proximal policy to sampler of a sequence (turn, token: what `ratio` says) is further from
+    0 than this, the clip becomes narrower, the more the further (after SAT). Null: never."""
 
     kl_coef: NonNegativeFloat = 0.0
     """Coefficient of the k3 estimate of the KL divergence from a frozen reference model."""
@@ -253,8 +300,10 @@ class ObjectiveConfig(Documented):
         if not isinstance(data, Mapping):
             return data
         given: Given = dict(data)
-        if "name" in given:
-            name = given.pop("name")
+        name = given.get("name")
+        if name is not None:
+            if isinstance(name, str) and name in WITHDRAWN:
+                raise ValueError(f"name: {WITHDRAWN[name]}")
             if not isinstance(name, str) or name not in NAMES:
                 raise ValueError(f"name: {name!r} is unknown; use one of {', '.join(NAMES)}")
             for key, value in NAMES[name].items():
@@ -290,6 +339,12 @@ class ObjectiveConfig(Documented):
             if not _is_default(self, key):
                 raise ValueError(f"{key}: only acts with {condition}; remove it or change the other key")
         return self
+
+
+def default_name(objective: ObjectiveConfig) -> Name | None:
+    """What a newly submitted objective without a name is called."""
+    is_gspo = all(getattr(objective, key) == value for key, value in NAMES["gspo"].items())
+    return "gspo" if objective.name is None and is_gspo else objective.name
 
 
 def _put(given: Given, key: str, value: JSON, reason: str) -> None:
@@ -331,6 +386,9 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
         "correction_max": (config.correction != "none", "a correction"),
         "correction_min": (config.correction != "none", "a correction"),
         "product_max_tokens": (config.correction.startswith("product"), "correction: product"),
+        "min_kept_frac": (not behavior and _has_distance_gate(config), "anchor: proximal and k3_gate or outlier_gate"),
+        "m2_bound": (not behavior, "anchor: proximal"),
+        "stale_clip": (not behavior and loss == "clip", "anchor: proximal and the loss clip"),
         "kl_unbiased": (config.kl_coef > 0, "kl_coef above 0"),
         "dppo_delta": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
         "dppo_cap": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
@@ -342,6 +400,10 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
     if behavior and config.correction != "none":
         raise ValueError("correction: with anchor: behavior the ratio already contains the correction; set it to none")
     return idle
+
+
+def _has_distance_gate(config: ObjectiveConfig) -> bool:
+    return config.k3_gate is not None or config.outlier_gate is not None
 
 
 def _is_one_sided(config: ObjectiveConfig) -> bool:
@@ -359,11 +421,6 @@ def config_refusals(config: ObjectiveConfig) -> list[str]:
             f"compensate: a clip of {config.clip_low:g}/{config.clip_high:g} on anchor: behavior without compensation "
             "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, "
             "compensate: true or a band, or set allow_one_sided_clip: true"
-        )
-    if config.advantage.turn_reward_weight:
-        refusals.append(
-            "advantage.turn_reward_weight: episodes do not record the rewards of their turns yet, only their sum, so "
-            "it would change nothing; remove it"
         )
     return refusals
 

@@ -1,8 +1,8 @@
 """The whole of a training job, as its user writes it.
 
-The names are here, their definitions in ``gspo_core.job_spec``, which is loaded when one of them is first used: it
-needs pydantic, which takes longer to import than all the rest of the light half, and an environment or a command that
-only shows a job should not wait for it.
+The names are here, their definitions in ``job_spec`` and ``environment_spec``, which are loaded when one of them is
+first used: they need pydantic, which takes longer to import than all the rest of the light half, and an environment or
+a command that only shows a job should not wait for it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gspo_core.environment_spec import AgentSpec, EnvironmentSpec, EpisodeLimits, Limits, ParseErrorPolicy
     from gspo_core.job_spec import (
-        AgentSpec,
         ChatSpec,
         CheckpointSpec,
-        EnvironmentSpec,
-        EpisodeLimits,
         EvaluationSpec,
         JobSpec,
-        Limits,
-        ParseErrorPolicy,
+        ParentSpec,
+        RecordedSpec,
         ResourceSpec,
         RolloutSpec,
         SamplingSpec,
@@ -35,7 +33,9 @@ __all__ = [
     "EvaluationSpec",
     "JobSpec",
     "Limits",
+    "ParentSpec",
     "ParseErrorPolicy",
+    "RecordedSpec",
     "ResourceSpec",
     "RolloutSpec",
     "SamplingSpec",
@@ -46,9 +46,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gspo_core import job_spec
+    from gspo_core import environment_spec, job_spec
 
-    return getattr(job_spec, name)
+    return getattr(job_spec if hasattr(job_spec, name) else environment_spec, name)
 
 
 def __dir__() -> list[str]:

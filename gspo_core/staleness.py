@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.types import InvalidValue
+from gspo_core.invariants import InvalidValue
 
 _NO_END = 2**62
 
@@ -92,7 +92,13 @@ def token_staleness(
 
 
 def groups_admissible(
-    *, max_staleness: int, groups_per_step: int, num_dispatched: int, num_dropped: int, num_published: int
+    *,
+    max_staleness: int,
+    groups_per_step: int,
+    num_dispatched: int,
+    num_dropped: int,
+    num_published: int,
+    num_excused: int = 0,
 ) -> int:
     """How many more training groups may be started now.
 
@@ -102,11 +108,13 @@ def groups_admissible(
 
     All counts are of the lineage: after a recovery they follow from checkpoint, batch logs and dispatch cursor.
     Groups whose steps were rolled back count as not published again, and nothing is admitted until they are trained.
+    ``num_excused`` of them are open and wait for nothing but rewards: they take no place until these are there.
     """
-    occupied = num_dispatched - num_dropped - num_published
-    if occupied < 0:
+    occupied = num_dispatched - num_dropped - num_published - num_excused
+    if occupied < 0 or num_excused < 0:
         raise InvalidValue(
-            f"{num_dispatched} groups were dispatched, so {num_dropped} dropped and {num_published} published cannot be"
+            f"{num_dispatched} groups were dispatched, so {num_dropped} dropped, {num_published} published and "
+            f"{num_excused} that wait cannot be"
         )
     if max_staleness < 0 or groups_per_step < 1:
         raise InvalidValue(f"max_staleness is {max_staleness} and groups_per_step {groups_per_step}")
@@ -139,6 +147,8 @@ class OpenGroup:
     """The step in the trainer's history whose weights sampled its oldest token; None while no token has arrived."""
     dispatched_step: int
     """The step that was published when it was dispatched: no token of it is older."""
+    may_be_old: bool = False
+    """It waited for rewards, and somebody else decides what becomes of its old tokens."""
 
     @property
     def _birth(self) -> int:
@@ -207,7 +217,7 @@ def _endangered(
 
 
 def _is_too_old(one: OpenGroup, step: int, staleness_cap: int) -> bool:
-    return one.oldest_step is not None and step - one.oldest_step > staleness_cap
+    return not one.may_be_old and one.oldest_step is not None and step - one.oldest_step > staleness_cap
 
 
 def _age_order(one: OpenGroup) -> tuple[int, int]:

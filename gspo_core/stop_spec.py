@@ -1,11 +1,11 @@
-"""When a job ends before its last step, and when one that stands still is taken in hand: as its user writes it.
+"""When a job ends before its last step, and when one that stands still or falls is taken in hand, as its user says.
 
 One rule: a condition that is left out never acts. It compares nothing (the trainer does).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -50,17 +50,31 @@ class StopSpec(Documented):
     """End at the first step boundary this long after the job began to run, pauses included."""
 
 
+SLOW_BY = 0.5
+
+
 class WatchdogSpec(Documented):
-    """What happens to a run without progress: no step finishes and no segment of an episode arrives."""
+    """What happens to a run without progress (no step finishes and no segment of an episode arrives), and to one that
+    loses what it had learned."""
 
     alarm_s: Seconds | None = 900.0
     """Time without progress that raises an alarm. Null: never."""
     end_s: Seconds | None = 3600.0
     """Time without progress that ends the attempt; another one continues from the checkpoint, and this one counts as a
     lost trainer. It must exceed the time that the longest step takes to train. Null: never."""
+    # Release 0.2.0 does not know these keys and refuses a job with them, so a job that does not use them is stored
+    # without.
+    on_fall: Literal["tell", "slow", "go_back"] = Field(default="tell", exclude_if=lambda action: action == "tell")
+    """What follows the alarm `evaluation_fell`: a held-out reward is below the best one by more than chance. `tell`:
+    nothing else. `slow`: the learning rate becomes smaller. `go_back`: that, and the job goes on from the checkpoint of
+    its best evaluation; each evaluation then makes a checkpoint, and that of the best one is kept."""
+    slow_by: Annotated[float, Field(gt=0, lt=1)] = Field(default=SLOW_BY, exclude_if=lambda factor: factor == SLOW_BY)
+    """With `slow` and `go_back`: the learning rate is multiplied by this, each time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.on_fall == "tell" and self.slow_by != SLOW_BY:
+            raise ValueError("slow_by: only acts with on_fall: slow or go_back; set one of them or remove it")
         if self.alarm_s is not None and self.end_s is not None and self.end_s < self.alarm_s:
             raise ValueError(f"end_s ({self.end_s:g}) is below alarm_s ({self.alarm_s:g}): nobody would be warned")
         return self

@@ -15,15 +15,25 @@ This module does no I/O, knows no clock, and stays importable without numpy: arr
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
-from gspo_core.engine_label import EngineLabel
+from gspo_core.invariants import (
+    MAX_COUNT,
+    InvalidValue,
+    NonFiniteValue,
+    check_count,
+    checked_sums,
+    finite,
+    finite_mapping,
+    frozen_array,
+    member,
+    plain_number,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,22 +41,6 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = np.int32 | np.bool_ | np.float32
     ScalarT = TypeVar("ScalarT", bound=np.generic)
-
-_EnumT = TypeVar("_EnumT", bound=StrEnum)
-
-# A sampled token's log-prob is at most 0; float32 log-softmax overshoots by rounding only.
-MAX_LOGPROB = 1e-4
-# Attempts, branches, indexes, turns and versions become int32 arrays when segments are stitched.
-MAX_COUNT = 2**31 - 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class InvalidValue(ValueError):
-    """A noun was built from values that break its invariants."""
-
-
-class NonFiniteValue(InvalidValue):
-    """A number that must be finite is NaN or infinite."""
 
 
 class StopReason(StrEnum):
@@ -66,15 +60,17 @@ class StopReason(StrEnum):
     EPISODE_TIMEOUT = "episode_timeout"
     REPETITION = "repetition"
     CANCELLED = "cancelled"
+    NO_REWARD = "no_reward"
     STALE = "stale"
 
     @property
     def has_reward(self) -> bool:
-        """Infrastructure failures and cancelled episodes have no reward; they are never trained as reward 0."""
+        """Infrastructure failures, cancelled episodes and those whose reward never came have none; they are never
+        trained as reward 0."""
         return self not in _WITHOUT_REWARD
 
 
-_WITHOUT_REWARD = frozenset({StopReason.ENV_ERROR, StopReason.CANCELLED})
+_WITHOUT_REWARD = frozenset({StopReason.ENV_ERROR, StopReason.CANCELLED, StopReason.NO_REWARD})
 
 
 class CacheMode(StrEnum):
@@ -102,8 +98,8 @@ class EpisodeKey:
     def __post_init__(self) -> None:
         if type(self.job) is not str or not self.job or "/" in self.job or not self.job.isprintable():
             raise InvalidValue(f"a job id is a non-empty printable string without '/', not {self.job!r}")
-        _check_count("group", self.group, 2**63 - 1)
-        _check_count("member", self.member)
+        check_count("group", self.group, 2**63 - 1)
+        check_count("member", self.member)
 
     def __str__(self) -> str:
         return f"{self.job}/{self.group}/{self.member}"
@@ -121,6 +117,50 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a reward was made from (``gspo_core.evidence``)."""
+
+    told: Mapping[str, str] = field(default_factory=dict)
+    """Values by name, as text."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Names that are not in ``told``, with the reason."""
+
+    def __post_init__(self) -> None:
+        for name in ("told", "left_out"):
+            given = getattr(self, name)
+            if not all(type(one) is str for pair in given.items() for one in pair):
+                raise InvalidValue(f"{name} of an evidence has texts by name")
+            object.__setattr__(self, name, MappingProxyType(dict(given)))
+        if self.num_bytes > MAX_EVIDENCE_BYTES:
+            raise InvalidValue(f"evidence of {self.num_bytes} bytes; at most {MAX_EVIDENCE_BYTES} are kept")
+
+    def __bool__(self) -> bool:
+        return bool(self.told or self.left_out)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(name) + len(text) for name, text in self.told.items())
+
+    def value(self, name: str) -> object:
+        """Raises KeyError, NotPlain."""
+        from gspo_core.evidence import value_of  # few look at it
+
+        return value_of(self.told[name])
+
+    @property
+    def state(self) -> dict[str, object]:
+        """The attributes of the world before it was judged, as far as they were kept. Raises NotPlain."""
+        from gspo_core.evidence import state_in
+
+        return state_in(self)
+
+
+# A segment has at most 4 MiB, and a step hundreds of them.
+MAX_EVIDENCE_BYTES = 262_144
+NOTHING = Evidence()
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """How an episode ended. ``reward`` is None exactly when the stop reason says that there is none."""
 
@@ -128,15 +168,17 @@ class Outcome:
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    evidence: Evidence = NOTHING
+    """What the reward was made from, as far as it was kept."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_reason", _member(StopReason, self.stop_reason))
+        object.__setattr__(self, "stop_reason", member(StopReason, self.stop_reason))
         if self.stop_reason.has_reward != (self.reward is not None):
             raise InvalidValue(f"stop reason {self.stop_reason} with reward {self.reward}")
         if self.reward is not None:
-            object.__setattr__(self, "reward", _finite("reward", self.reward))
-        object.__setattr__(self, "reward_parts", _finite_mapping("reward_parts", self.reward_parts))
-        object.__setattr__(self, "metrics", _finite_mapping("metrics", self.metrics))
+            object.__setattr__(self, "reward", finite("reward", self.reward))
+        object.__setattr__(self, "reward_parts", finite_mapping("reward_parts", self.reward_parts))
+        object.__setattr__(self, "metrics", finite_mapping("metrics", self.metrics))
 
 
 class Spent(NamedTuple):
@@ -148,6 +190,44 @@ class Spent(NamedTuple):
     """The environment, with what led to it."""
     queue_s: float
     """Waiting: no engine could take the request, or the environment had no free place."""
+
+
+class TurnReward(NamedTuple):
+    """What one turn was paid."""
+
+    turn: int
+    reward: float
+
+
+class Asked(NamedTuple):
+    """How an agent asked for a turn."""
+
+    parent: int | None
+    """The turn whose answer the conversation goes on from."""
+    reason: str
+    """Why the turn began a branch; empty where it did not, and in the first turn."""
+    dialect: str
+    model: str
+    """As the request named it; the job decides which one answers."""
+    num_messages: int
+    """Of the whole conversation."""
+    num_old: int
+    """Of these, the ones that ``parent`` stands for."""
+
+
+class Repeated(NamedTuple):
+    """How often one turn was asked for again and given again."""
+
+    turn: int
+    times: int
+
+
+# Names that a client chose are cut to it before they are recorded.
+MAX_ASKED_CHARS = 128
+MAX_USER_CHARS = 256
+_Scalar: TypeAlias = (
+    EpisodeKey | int | float | str | Outcome | Spent | Asked | tuple[int | TurnReward | Repeated, ...] | None
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +261,14 @@ class Segment:
     untrained_turns: tuple[int, ...] = ()
     """Only on the last segment: the turns, in order, that were sampled and never had by anyone, so they are no actions
     of the episode."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """Only on the last segment: what turns were paid, as far as it was known when the episode ended; in order."""
+    repeated: tuple[Repeated, ...] = ()
+    """Only on the last segment: the turns that were given more than once, in order."""
+    asked: Asked | None = None
+    """Only on the first segment of a turn that an agent asked for."""
+    user: str = ""
+    """Beside ``asked``: in whose name, where the request said so."""
     num_actions: int = field(init=False)
     """How many tokens the policy sampled. With ``logprob_sum`` it checks a segment end to end."""
     logprob_sum: float = field(init=False)
@@ -188,18 +276,22 @@ class Segment:
 
     def __post_init__(self) -> None:
         for name in ("attempt", "branch", "index", "turn", "version"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if type(self.engine_id) is not str:
             raise InvalidValue(f"engine_id is a string, not {self.engine_id!r}")
         vars(self).update(
-            temperature=_number("temperature", self.temperature),
-            token_ids=_frozen_array(self.token_ids, "int32", "token_ids"),
-            action_mask=_frozen_array(self.action_mask, "bool", "action_mask"),
-            behavior_logprobs=_frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs"),
-            cache_mode=_member(CacheMode, self.cache_mode),
-            turn_reward=None if self.turn_reward is None else _number("turn_reward", self.turn_reward),
-            spent=None if self.spent is None else Spent(*(_number("spent", second) for second in self.spent)),
+            temperature=plain_number("temperature", self.temperature),
+            token_ids=frozen_array(self.token_ids, "int32", "token_ids"),
+            action_mask=frozen_array(self.action_mask, "bool", "action_mask"),
+            behavior_logprobs=frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs"),
+            cache_mode=member(CacheMode, self.cache_mode),
+            turn_reward=None if self.turn_reward is None else plain_number("turn_reward", self.turn_reward),
+            spent=None if self.spent is None else Spent(*(plain_number("spent", second) for second in self.spent)),
             untrained_turns=tuple(self.untrained_turns),
+            turn_rewards=tuple(
+                TurnReward(turn, plain_number("turn_rewards", paid)) for turn, paid in self.turn_rewards
+            ),
+            repeated=tuple(Repeated(*one) for one in self.repeated),
         )
         self._check()
 
@@ -227,8 +319,12 @@ class Segment:
         if self.spent is not None and not all(0.0 <= second < math.inf for second in self.spent):
             kind = InvalidValue if all(map(math.isfinite, self.spent)) else NonFiniteValue
             raise kind(f"spent holds finite seconds, none below 0, not {tuple(self.spent)}")
-        if self.untrained_turns:
-            self._check_untrained()
+        if self.untrained_turns or self.turn_rewards or self.repeated:
+            self._check_named_turns()
+        if self.asked is not None:
+            self._check_asked(self.asked)
+        if len(self.user) > MAX_USER_CHARS or (self.user and self.asked is None):
+            raise InvalidValue(f"a turn is asked for in a name of at most {MAX_USER_CHARS} characters")
         num_tokens = len(self.token_ids)
         if not num_tokens == len(self.action_mask) == len(self.behavior_logprobs):
             raise InvalidValue(
@@ -236,18 +332,35 @@ class Segment:
             )
         if not num_tokens and self.outcome is None:
             raise InvalidValue("a segment without tokens must carry the outcome")
-        num_actions, logprob_sum = _checked_sums(self.token_ids, self.action_mask, self.behavior_logprobs)
+        num_actions, logprob_sum = checked_sums(self.token_ids, self.action_mask, self.behavior_logprobs)
         fields = vars(self)
         fields["num_actions"] = num_actions
         fields["logprob_sum"] = logprob_sum
 
-    def _check_untrained(self) -> None:
-        if self.outcome is None:
-            raise InvalidValue("only the last segment names untrained turns")
-        for turn in self.untrained_turns:
-            _check_count("an untrained turn", turn)
-        if list(self.untrained_turns) != sorted(set(self.untrained_turns)):
-            raise InvalidValue(f"untrained turns are named once and in order, not {self.untrained_turns}")
+    def _check_named_turns(self) -> None:
+        self._check_turns("untrained turns", self.untrained_turns)
+        self._check_turns("turn rewards", [one.turn for one in self.turn_rewards])
+        for one in self.turn_rewards:
+            finite("a turn reward", one.reward)
+        self._check_turns("repeated turns", [one.turn for one in self.repeated])
+        if any(one.times < 1 for one in self.repeated):
+            raise InvalidValue("a repeated turn was given again at least once")
+
+    def _check_turns(self, name: str, turns: Sequence[int]) -> None:
+        if turns and self.outcome is None:
+            raise InvalidValue(f"only the last segment names {name}")
+        for turn in turns:
+            check_count(f"a turn of {name}", turn)
+        if list(turns) != sorted(set(turns)):
+            raise InvalidValue(f"{name} are named once and in order, not {tuple(turns)}")
+
+    def _check_asked(self, asked: Asked) -> None:
+        if asked.parent is not None:
+            check_count("the parent of a turn", asked.parent, self.turn - 1)
+        check_count("the messages of a request", asked.num_messages)
+        check_count("the old messages of a request", asked.num_old, asked.num_messages)
+        if max(len(asked.reason), len(asked.dialect), len(asked.model)) > MAX_ASKED_CHARS:
+            raise InvalidValue(f"what is recorded of a request has at most {MAX_ASKED_CHARS} characters")
 
     @property
     def num_tokens(self) -> int:
@@ -257,11 +370,11 @@ class Segment:
     def is_final(self) -> bool:
         return self.outcome is not None
 
-    def _scalars(self) -> tuple[EpisodeKey | int | float | str | Outcome | Spent | tuple[int, ...] | None, ...]:
+    def _scalars(self) -> tuple[_Scalar, ...]:
         return (
             *(self.key, self.attempt, self.branch, self.index, self.turn, self.version),
             *(self.temperature, self.engine_id, self.cache_mode, self.turn_reward, self.outcome, self.spent),
-            self.untrained_turns,
+            *(self.untrained_turns, self.turn_rewards, self.repeated, self.asked, self.user),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -393,6 +506,16 @@ class Trajectory:
         return 1 + max(segment.turn for segment in self.segments)
 
     @property
+    def turn_rewards(self) -> list[float | None]:
+        """One for each turn; None for a turn that was paid nothing."""
+        rewards: list[float | None] = [None] * self.num_turns
+        early = (TurnReward(s.turn, s.turn_reward) for s in self.segments if s.turn_reward is not None)
+        for turn, reward in (*early, *self.segments[-1].turn_rewards):
+            if turn < len(rewards):  # of others nothing was sampled
+                rewards[turn] = (rewards[turn] or 0.0) + reward
+        return rewards
+
+    @property
     def versions(self) -> frozenset[int]:
         """Versions that sampled at least one token of it."""
         return frozenset(segment.version for segment in self.segments if segment.num_actions)
@@ -425,157 +548,3 @@ class Group:
     def rewards(self) -> tuple[float | None, ...]:
         """One per finished member, None for those that have no reward."""
         return tuple(trajectory.reward for trajectory in self.trajectories)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    path: str
-    """Relative to the directory of the version, with ``/``."""
-    size_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        parts = self.path.split("/") if type(self.path) is str else [""]
-        if not {"", ".", ".."}.isdisjoint(parts):
-            raise InvalidValue(f"the path of a weight file stays inside its version, {self.path!r} does not")
-        _check_count("size_bytes", self.size_bytes, 2**63 - 1)
-        if type(self.sha256) is not str or not _SHA256.fullmatch(self.sha256):
-            raise InvalidValue(f"a sha256 is 64 lower-case hexadecimal digits, not {self.sha256!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsManifest:
-    """What a published version consists of. Versions count publishes and are never reused."""
-
-    job: str
-    version: int
-    epoch: int
-    step: int
-    files: tuple[WeightFile, ...]
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise InvalidValue("a version has at least one file")
-        for name in ("version", "epoch", "step"):
-            _check_count(name, getattr(self, name))
-
-    @property
-    def label(self) -> str:
-        """What an engine that holds these weights must report."""
-        return str(EngineLabel(self.job, self.epoch, self.version))
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """Everything a person needs to trust a step. All numbers are finite; shares lie in [0, 1]."""
-
-    step: int
-    version: int
-    """The version that this step published."""
-    epoch: int
-    metrics: Mapping[str, float]
-    """Named as the metrics of the REST API, e.g. ``reward/mean``, ``gspo/clip_frac``, ``staleness/max``."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", _finite_mapping("metrics", self.metrics))
-
-
-def _check_count(name: str, value: int, maximum: int = MAX_COUNT) -> None:
-    # Exactly int: numpy integers and booleans would not survive JSON and msgpack as they are.
-    if type(value) is not int or not 0 <= value <= maximum:
-        raise InvalidValue(f"{name} is an int from 0 to {maximum}, not {value!r}")
-
-
-def _number(name: str, value: float) -> float:
-    """``value`` as a plain float, so that numpy scalars and integers mean the same everywhere."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidValue(f"{name} is not a number: {value!r}") from error
-
-
-def _finite(name: str, value: float) -> float:
-    number = _number(name, value)
-    if not math.isfinite(number):
-        raise NonFiniteValue(f"{name} is not a finite number: {value}")
-    return number
-
-
-def _finite_mapping(name: str, values: Mapping[str, float]) -> Mapping[str, float]:
-    for key in values:
-        if type(key) is not str:
-            raise InvalidValue(f"{name} has the key {key!r}, which is not a string")
-    return MappingProxyType({key: _finite(f"{name}[{key}]", value) for key, value in values.items()})
-
-
-def _member(kind: type[_EnumT], value: str) -> _EnumT:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise InvalidValue(f"{value!r} is no {kind.__name__}; known: {', '.join(kind)}") from error
-
-
-def _frozen_array(values: Sequence[float] | NDArray[Numbers], dtype: str, name: str) -> NDArray[Numbers]:
-    """A read-only contiguous one-dimensional array of ``dtype``; copies unless ``values`` is one already."""
-    import numpy as np
-
-    given = np.asarray(values)
-    if given.ndim != 1:
-        raise InvalidValue(f"{name} has one dimension, not {given.ndim}")
-    if given.dtype == _dtype(dtype):
-        flags = given.flags
-        if flags.c_contiguous and not flags.writeable:
-            return given
-        array = given.copy()
-    else:
-        array = _converted(given, dtype, name)
-    array.flags.writeable = False
-    return array
-
-
-@cache
-def _dtype(name: str) -> np.dtype[Numbers]:
-    import numpy as np
-
-    return np.dtype(name)
-
-
-def _converted(given: NDArray[Numbers], dtype: str, name: str) -> NDArray[Numbers]:
-    import numpy as np
-
-    if given.size:
-        if given.dtype.kind not in {"int32": "iu", "bool": "iuf", "float32": "fiu"}[dtype]:
-            raise InvalidValue(f"{name} cannot be made {dtype} from {given.dtype}")
-        if dtype == "int32" and (given.max() > 2**31 - 1 or given.min() < -(2**31)):
-            raise InvalidValue(f"{name} does not fit into 32 bits")
-        if dtype == "bool" and not np.isin(given, (0, 1)).all():
-            raise InvalidValue(f"{name} holds something else than 0 and 1")
-    # Values beyond float32 become infinite here and are refused as such, without a warning.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return given.astype(dtype, order="C")
-
-
-def _checked_sums(
-    token_ids: NDArray[np.int32], action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]
-) -> tuple[int, float]:
-    """The number of actions and the sum of their log-probs, after checking the arrays against each other."""
-    import numpy as np
-
-    if not token_ids.size:
-        return 0, 0.0
-    # Reductions are called on the ufuncs: each array method costs a Python frame more, and this is the hot path.
-    if np.minimum.reduce(token_ids) < 0:
-        raise InvalidValue("token ids are not negative")
-    # The maximum is NaN if there is one, and then no comparison holds; what is left for the sum to find is -inf.
-    # In this order no bit pattern makes numpy warn.
-    largest = float(np.maximum.reduce(behavior_logprobs))
-    if not largest <= MAX_LOGPROB:
-        kind = InvalidValue if math.isfinite(largest) else NonFiniteValue
-        raise kind(f"behaviour log-probs are finite and not positive; the largest is {largest}")
-    logprob_sum = float(np.add.reduce(behavior_logprobs, dtype=np.float64))
-    if not math.isfinite(logprob_sum):
-        raise NonFiniteValue("a behaviour log-prob is infinite")
-    misplaced = np.greater(behavior_logprobs != np.float32(0), action_mask)
-    if b"\1" in misplaced.tobytes():
-        raise InvalidValue("behaviour log-probs are 0 where the action mask is False")
-    return int(np.count_nonzero(action_mask)), logprob_sum

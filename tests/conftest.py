@@ -3,6 +3,17 @@
 Python up to 3.12 cannot parse while it parses. The collector may run in the middle of `ast.parse` and finalise a task
 or a connection of an earlier test; whoever reports its exception formats a traceback, and that parses too. The outer
 parse then ends with "SystemError: AST constructor recursion depth mismatch", whatever its text was.
+
+Several workers take the heaviest files first: the last one to end would otherwise work alone for minutes.
+
+Learners of tests compute on one thread, as in `make test`, however pytest was started: threads that share few cores
+with other processes wait for each other at work.
+
+A file of an environment that a test loads puts its folder on the import path for good, and the hosts of later tests
+would inherit it: the path is put back.
+
+What is imported and collected stays for the whole session. The collector leaves it alone from then on: it is more than
+half a million objects, and each full collection would walk over all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +21,23 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("untimed", deadline=None)
+from tests.apparatus.warm_python import WarmPython
+from tests.heaviest import HEAVIEST
+
+TESTS = Path(__file__).parent
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 parse_and_collect = ast.parse
@@ -32,3 +55,36 @@ def parse_undisturbed(*args: Any, **kwargs: Any) -> Any:
 
 
 ast.parse = parse_undisturbed
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):
+        return
+    places = {name: place for place, name in enumerate(HEAVIEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()  # garbage would be frozen too, and what is wrong with it would never be said
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def import_path() -> Iterator[None]:
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    with WarmPython(tmp_path_factory.mktemp("warm")) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="module")
+def warm_children(warm_python: WarmPython) -> Iterator[None]:
+    """What a module starts as `sys.executable` has imported torch already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python.path))
+        yield

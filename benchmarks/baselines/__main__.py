@@ -1,5 +1,6 @@
 """The grid of baselines: ``python -m benchmarks.baselines --work DIR run`` goes on where it stopped, ``... report``
-writes what is there to ``benchmarks/results/baselines.*``.
+writes what is there to ``benchmarks/results/baselines.*``, ``... falls`` to ``falls.*`` or what it is told, and
+``... sustained`` to ``sustained.*``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.baselines.cells import CELLS, SEEDS, SIZES, Cell, Model, Sizes
+from benchmarks.baselines.cells import CELLS, CONFIRMING, DRAWN, RUNNABLE, SEEDS, SIZES, UNSEEN, Cell, Model, Sizes
 from benchmarks.baselines.store import Store
 
 
@@ -19,6 +20,13 @@ def missing(store: Store, cells: Sequence[Cell], seeds: Sequence[int], sizes: Si
     for _, seed, cell in sorted(order, key=lambda one: one[:2]):
         if store.read(cell, seed, sizes) is None:
             yield cell, seed
+
+
+def cost(store: Store, cells: Sequence[Cell], seeds: Sequence[int], sizes: Sizes = SIZES) -> str:
+    """What is missing, and about how long it takes."""
+    lacking = list(missing(store, cells, seeds, sizes))
+    seconds = sum(one.cost_s(sizes) for one, _ in lacking)
+    return f"{len(lacking)} runs are missing, about {seconds / 60:.0f} minutes of one free core"
 
 
 def run(
@@ -61,20 +69,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run what is missing")
     running.add_argument("--only", action="append", help="cells whose names begin so")
-    running.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    running.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
     running.add_argument("--minutes", type=float, help="begin no other cell after so many")
     running.add_argument("--pause-file", type=Path, help="begin no other cell while it exists")
     commands.add_parser("report", help="write tables and plots of what is there")
+    falling = commands.add_parser("falls", help="write which of the long runs fall, with whatever seeds are there")
+    falling.add_argument("--name", default="falls", help="of the page and of the numbers among the results")
+    falling.add_argument(
+        "--beside", choices=[cell.name for cell in RUNNABLE], default="long_gspo_s16", help="this cell"
+    )
+    commands.add_parser("sustained", help="write what an age costs that lasts")
+    running.add_argument("--cost", action="store_true", help="only say what is missing and what it will take")
+    running.add_argument("--drawn", type=int, default=0, help="with so many drawn seeds more")
+    running.add_argument("--confirming", type=int, default=0, help="with so many more that were drawn later")
+    running.add_argument("--unseen", type=int, default=0, help="with so many more that were drawn after all others")
     given = parser.parse_args(argv)
-    if given.command == "report":
-        from benchmarks.baselines.report import write
+    if given.command in ("report", "falls"):
+        from benchmarks.baselines import falls, report
 
-        print(write(given.work))
+        is_report = given.command == "report"
+        print(report.write(given.work) if is_report else falls.write(given.work, name=given.name, beside=given.beside))
         return 0
-    cells = [cell for cell in CELLS if not given.only or cell.name.startswith(tuple(given.only))]
+    if given.command == "sustained":
+        from benchmarks.baselines import sustained
+
+        print(sustained.write(given.work))
+        return 0
+    cells: Sequence[Cell] = CELLS
+    if given.only:
+        cells = [cell for cell in RUNNABLE if cell.name.startswith(tuple(given.only))]
     if not cells:
-        parser.error(f"no cell begins with {given.only}; there are {', '.join(cell.name for cell in CELLS)}")
-    run(given.work, cells, given.seeds, minutes=given.minutes, pause_file=given.pause_file)
+        parser.error(f"no cell begins with {given.only}; there are {', '.join(cell.name for cell in RUNNABLE)}")
+    seeds = [*given.seeds, *DRAWN[: given.drawn], *CONFIRMING[: given.confirming], *UNSEEN[: given.unseen]]
+    print(cost(Store(given.work), cells, seeds), flush=True)
+    if given.cost:
+        return 0
+    run(given.work, cells, seeds, minutes=given.minutes, pause_file=given.pause_file)
     return 0
 
 

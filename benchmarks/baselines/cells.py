@@ -6,6 +6,7 @@ Every cell is a real job specification, so what is measured here is what a job w
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from gspo_core.spec_file import load_job_spec
 
 Attribution = Literal["recorded", "oldest", "newest"]
 Model = Literal["dense", "mixture"]
+Schedule = Literal["halving", "sustained"]
+"""How an episode ages: from the whole age to half of it, or by one step only."""
 
 ENVIRONMENT = "benchmarks.baselines.world:Calculator"
 SEEDS = (0, 1, 2)
@@ -26,15 +29,19 @@ SUBJECT_STALENESS = 16
 OPTIMIZER = {"lr": 2e-4, "betas": [0.9, 0.99], "schedule": "linear"}
 """The demo's with twice its rate, so that weights of some steps ago differ."""
 
+LONG_MEMORY = {"betas": [0.9, 0.999]}
+"""A job's default: second moments remember a thousand updates, which is more than a run here has."""
+
 # As the demo's job: these episodes have about 25 sampled tokens, the paper's answers thousands.
 CLIP = (5e-2, 8e-2)
 PAPER_CLIP = (3e-4, 4e-4)
 # The paper's baseline.
 TOKEN_CLIP = (0.2, 0.27)
 
-GSPO: Mapping[str, Any] = {"name": "gspo", "clip": list(CLIP)}
+# Without its name, which would bring the bounds that some cells are about.
+GSPO: Mapping[str, Any] = {"loss": "clip", "ratio": "sequence", "clip": list(CLIP)}
 BEHAVIOR: Mapping[str, Any] = {**GSPO, "anchor": "behavior"}
-GRPO: Mapping[str, Any] = {"name": "grpo", "clip": list(TOKEN_CLIP)}
+GRPO: Mapping[str, Any] = {"loss": "clip", "ratio": "token", "clip": list(TOKEN_CLIP)}
 NO_GATES: Mapping[str, Any] = {"k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
 
 
@@ -50,6 +57,14 @@ class Sizes:
 
 
 SIZES = Sizes()
+STEP_S, EVALUATED_S = 0.55, 0.006
+"""Seconds of a free core for a step, and for an episode of an evaluation, as 36 runs took them."""
+HELD_OUT = 200
+"""All held-out tasks that the calculator has."""
+JUDGED_AT = (84, 90, 96)
+"""The last three evaluations of a sustained run, whose mean is its end."""
+JUDGED_TIMES = 5
+"""200 tasks so often are a thousand episodes."""
 _MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
@@ -59,7 +74,7 @@ class Cell:
 
     name: str
     table: str
-    """The table that it belongs to: main, naive, long, control, ablation or mixture."""
+    """The table that it belongs to: main, naive, long, bounded, young, sustained, control, ablation or mixture."""
     label: str
     """What a reader sees."""
     objective: Mapping[str, Any]
@@ -69,15 +84,31 @@ class Cell:
     attribution: Attribution = "recorded"
     """Which version's log-probs are trained as those of the sampler: the true ones, or those of one version for all."""
     learner: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from that of the others."""
     times: int = 1
     """So many times the steps of the others."""
+    schedule: Schedule = "halving"
+    eval_tasks: int | None = None
+    """Where they are not those of the sizes."""
+    eval_every: int | None = None
+    """Likewise."""
+    judged_at: tuple[int, ...] = ()
+    """After these steps ``JUDGED_TIMES`` as many episodes are played of each held-out task."""
 
     @property
     def tier(self) -> int:
         """How telling it is, 0 the most: at the subject of the grid, on the way there, beside it, another model."""
         if self.name in _MOST_TELLING or self.table in ("naive", "control"):
             return 0
-        return {"main": 1, "long": 1, "ablation": 2, "mixture": 3}[self.table]
+        return {"main": 1, "long": 1, "bounded": 1, "young": 1, "sustained": 1, "ablation": 2, "mixture": 3}[self.table]
+
+    def cost_s(self, sizes: Sizes) -> float:
+        """About how long a run takes a free core."""
+        steps, every = self.times * sizes.steps, self.eval_every or sizes.eval_every
+        judged = len(self.judged_at) * JUDGED_TIMES
+        evaluated = steps // every + 1 - sum(step % every == 0 for step in self.judged_at) + judged
+        return steps * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""
@@ -88,11 +119,14 @@ class Cell:
             "environments": [{"ref": ENVIRONMENT}],
             "objective": dict(self.objective),
             "learner": dict(self.learner),
-            "optimizer": OPTIMIZER,
+            "optimizer": {**OPTIMIZER, **self.optimizer},
             "rollout": {"group_size": sizes.group_size, "max_staleness": self.staleness},
             "groups_per_step": sizes.groups_per_step,
             "steps": self.times * sizes.steps,
-            "evaluation": {"tasks": sizes.eval_tasks, "every": sizes.eval_every},
+            "evaluation": {
+                "tasks": self.eval_tasks or sizes.eval_tasks,
+                "every": self.eval_every or sizes.eval_every,
+            },
         }
         return JobSpec.model_validate(base | changes)
 
@@ -174,9 +208,69 @@ def _long() -> list[Cell]:
     return [Cell(f"long_{name}_s{at}", "long", label, objective, at, times=2) for name, label, objective in kinds]
 
 
+def _bounded() -> list[Cell]:
+    """The gradient bounded by another constant or by what is usual, the step bounded as a whole or scaled by what its
+    data are worth, and gates that do not starve a step."""
+    usual = {"max_grad_growth": 1.0}
+    kinds: tuple[tuple[str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
+        ("norm", "GSPO, max_grad_norm: 0.1", GSPO, {"max_grad_norm": 0.1}),
+        ("growth_1", "GSPO, max_grad_growth: 1", GSPO, {"max_grad_growth": 1.0}),
+        ("growth_1.5", "GSPO, max_grad_growth: 1.5", GSPO, {"max_grad_growth": 1.5}),
+        ("growth_2", "GSPO, max_grad_growth: 2", GSPO, {"max_grad_growth": 2.0}),
+        ("grpo_growth_1", "GRPO, max_grad_growth: 1", GRPO, {"max_grad_growth": 1.0}),
+        ("region_0.003", "GSPO, max_step_k3: 0.003", GSPO, {"max_step_k3": 0.003}),
+        ("both_0.01", "GSPO, max_grad_growth: 1, max_step_k3: 0.01", GSPO, {**usual, "max_step_k3": 0.01}),
+        ("both_0.003", "GSPO, max_grad_growth: 1, max_step_k3: 0.003", GSPO, {**usual, "max_step_k3": 0.003}),
+        ("memory", "GSPO, betas: 0.9, 0.999", GSPO, LONG_MEMORY),
+        ("memory_1", "GSPO, betas: 0.9, 0.999, max_grad_growth: 1", GSPO, {**usual, **LONG_MEMORY}),
+        ("signal", "GSPO, max_grad_growth: 1, signal_scaling", GSPO, {**usual, "signal_scaling": True}),
+        ("ess", "GSPO, max_grad_growth: 1, ess_scaling", GSPO, {**usual, "ess_scaling": True}),
+        ("m2", "GSPO, max_grad_growth: 1, m2_bound: 0.04", {**GSPO, "m2_bound": 0.04}, usual),
+        ("fed", "GSPO, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, {}),
+        ("usual_fed", "GSPO, max_grad_growth: 1, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, usual),
+    )
+    at = SUBJECT_STALENESS
+    return [
+        Cell(f"bounded_{name}_s{at}", "bounded", label, objective, at, optimizer=optimizer, times=2)
+        for name, label, objective, optimizer in kinds
+    ]
+
+
+def _young() -> list[Cell]:
+    """Whether the bound slows learning where no run falls: beside ``gspo_s4``."""
+    return [Cell("young_growth_1_s4", "young", "GSPO, max_grad_growth: 1", GSPO, 4, optimizer={"max_grad_growth": 1.0})]
+
+
+def _sustained() -> list[Cell]:
+    """Sixteen steps of age that last: after the first sixteen steps all of the data are so old, to the end."""
+    usual = {"max_grad_growth": 1.0}
+    at = SUBJECT_STALENESS
+    kinds: tuple[tuple[str, str, Mapping[str, Any], int, Mapping[str, Any]], ...] = (
+        ("gspo", "GSPO, max_grad_growth: 1", GSPO, at, usual),
+        ("gspo", "GSPO, max_grad_growth: 1", GSPO, 0, usual),
+        ("grpo", "GRPO, max_grad_growth: 1", GRPO, at, usual),
+    )
+    return [
+        Cell(
+            f"sustained_{name}_s{staleness}",
+            "sustained",
+            label,
+            objective,
+            staleness,
+            optimizer=optimizer,
+            times=4,
+            schedule="sustained",
+            eval_tasks=HELD_OUT,
+            eval_every=12,
+            judged_at=JUDGED_AT,
+        )
+        for name, label, objective, staleness, optimizer in kinds
+    ]
+
+
 def _mixtures() -> list[Cell]:
     replay = {"routing_replay": True}
-    paper = {"name": "gspo", "clip": list(PAPER_CLIP)}
+    paper = {**GSPO, "clip": list(PAPER_CLIP)}
     return [
         Cell("mixture_gspo", "mixture", "GSPO", GSPO, 0, "mixture"),
         Cell("mixture_grpo", "mixture", "GRPO", GRPO, 0, "mixture"),
@@ -187,7 +281,18 @@ def _mixtures() -> list[Cell]:
 
 CELLS: tuple[Cell, ...] = (*_main(), *_naive(), *_long(), *_controls(), *_ablations(), *_mixtures())
 """The most telling first."""
+BOUNDED: tuple[Cell, ...] = (*_bounded(), *_young())
+"""What keeps long runs from falling; run with seeds of their own, and reported by ``falls`` beside the long ones."""
+DRAWN = tuple(sorted(random.Random("falls").sample(range(1000, 100_000), 50)))
+"""Seeds that nobody chose, for cells of BOUNDED."""
+CONFIRMING = tuple(random.Random("signal").sample(range(1000, 100_000), 50))
+"""Drawn after `signal_scaling` was chosen, to see whether a run with it collapses."""
+UNSEEN = tuple(random.Random("unseen").sample(range(1000, 100_000), 30))
+"""Drawn after all of the others had run: for cells that had never run, and for sustained ages."""
+SUSTAINED: tuple[Cell, ...] = tuple(_sustained())
+"""What an age costs that lasts; reported by ``sustained``."""
+RUNNABLE = (*CELLS, *BOUNDED, *SUSTAINED)
 
 
 def cell(name: str) -> Cell:
-    return next(one for one in CELLS if one.name == name)
+    return next(one for one in RUNNABLE if one.name == name)

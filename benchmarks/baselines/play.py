@@ -29,7 +29,7 @@ from services.episodes.policy import Sampled
 from services.episodes.retry import Retrier
 from services.rollout.attempt import EpisodeAttempt
 from services.rollout.driver import EnvironmentDriver
-from services.state.queue import EpisodeLease, Snapshot
+from services.state.queue import Append, EpisodeLease, Kept, Snapshot
 from services.workers.setting import EpisodeSetting, Order
 
 JOB = "baselines"
@@ -50,6 +50,11 @@ class Ages:
         """For the batch of a step: ``staleness`` steps old at the start of an episode, half as old at its end."""
         return cls(max(0, step - staleness), max(0, step - staleness // 2))
 
+    @classmethod
+    def sustained(cls, step: int, staleness: int) -> Ages:
+        """``staleness`` steps old at the start of an episode, and one step younger at its end."""
+        return cls(max(0, step - staleness), max(0, step - max(0, staleness - 1)))
+
 
 @dataclass(frozen=True)
 class Task:
@@ -65,7 +70,7 @@ class _Shelf(Outbox):
     def __init__(self, assembler: Assembler) -> None:
         self._assembler = assembler
 
-    async def append(self, segments: Sequence[Segment], note: str = "") -> None:
+    async def append(self, segments: Sequence[Segment], note: str = "", kept: Kept | None = None) -> None:
         for segment in segments:
             self._assembler.add(segment)
 
@@ -83,6 +88,9 @@ class _NoRecords:
         raise NotImplementedError
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
+        raise NotImplementedError
+
+    async def await_reward(self, token: str, end: Append, kept: bytes, deadline: float) -> None:
         raise NotImplementedError
 
 
@@ -137,6 +145,7 @@ class _Seat:
         temperature: float,
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
+        sampling_seed: int | None = None,
     ) -> Sampled:
         if temperature != 1.0:
             raise ValueError(f"this sampler knows temperature 1 only, not {temperature}")

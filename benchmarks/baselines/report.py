@@ -93,10 +93,7 @@ class Row:
 
     def falls(self) -> list[float]:
         """How far each run was at worst below what it had reached before."""
-        curves = [[value for _, value in run.result.evaluations] for run in self.runs]
-        return [
-            max(best - value for best, value in zip(accumulate(curve, max), curve, strict=True)) for curve in curves
-        ]
+        return [largest_fall([value for _, value in run.result.evaluations]) for run in self.runs]
 
     def mean(self, metric: str) -> float | None:
         """Over steps and seeds."""
@@ -105,6 +102,11 @@ class Row:
 
     def seconds(self) -> float:
         return statistics.fmean(run.result.seconds["all"] for run in self.runs)
+
+
+def largest_fall(curve: Sequence[float]) -> float:
+    """How far it was at worst below what it had reached before."""
+    return max((best - value for best, value in zip(accumulate(curve, max), curve, strict=True)), default=0.0)
 
 
 def area(evaluations: Sequence[tuple[int, float]]) -> float:

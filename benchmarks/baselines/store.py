@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baselines.cells import Cell, Sizes
+from benchmarks.baselines.cells import JUDGED_TIMES, Cell, Sizes
 from benchmarks.baselines.training import Result
 
 HARNESS = 1
@@ -36,7 +36,12 @@ def conditions(cell: Cell, seed: int, sizes: Sizes) -> dict[str, Any]:
     job = spec.model_dump(mode="json", exclude={"model"}, exclude_unset=True)
     objective = spec.training_objective.model_dump(mode="json")
     about = {"staleness": cell.staleness, "model": cell.model, "attribution": cell.attribution}
-    return {"harness": HARNESS, **about, "job": job, "objective": objective}
+    later: dict[str, Any] = {}  # what came later is named where it is used, so that earlier runs stay valid
+    if cell.schedule != "halving":
+        later |= {"schedule": cell.schedule}
+    if cell.judged_at:
+        later |= {"judged_at": list(cell.judged_at), "judged_times": JUDGED_TIMES}
+    return {"harness": HARNESS, **about, "job": job, "objective": objective, **later}
 
 
 class Store:
@@ -52,6 +57,11 @@ class Store:
         if found["conditions"] != json.loads(json.dumps(conditions(cell, seed, sizes))):
             return None
         return Run(**{**found, "result": Result(**found["result"])})
+
+    def seeds(self, cell: Cell) -> list[int]:
+        """With which it has run, whatever the conditions."""
+        names = (path.stem.rpartition("-") for path in self._directory.glob(f"{cell.name}-*.json"))
+        return sorted(int(seed) for name, _, seed in names if name == cell.name)
 
     def write(self, cell: Cell, seed: int, sizes: Sizes, result: Result) -> None:
         import torch

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.baselines.cells import Attribution, Cell
+from benchmarks.baselines.cells import JUDGED_TIMES, Attribution, Cell
 from benchmarks.baselines.play import CONTEXT_LENGTH, Ages, Task, play
 from benchmarks.baselines.sampler import DenseSampler, MixtureSampler, Sampler
 from gspo_core.batch import TrainSequence
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import Environment, load_environment
 from gspo_core.learner import Learner
+from gspo_core.log.sequences import group_metrics, train_batch
+from gspo_core.log.settings import learner_config
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
-from services.trainer.groups.sequences import group_metrics, train_batch
-from services.trainer.groups.step_settings import learner_config
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP, TaskSchedule
 
 RECORDED = (
@@ -46,9 +46,18 @@ RECORDED = (
     "gspo/kept_frac",
     "gspo/kept_frac_k3",
     "learner/grad_norm",
+    "learner/grad_norm_max",
+    "learner/grad_alignment",
+    "learner/num_bounded_updates",
+    "learner/step_k3",
+    "learner/step_kept",
+    "learner/rate_share",
+    "gspo/k3_gate",
+    "gspo/kept_frac_m2",
     "learner/num_idle_sequences",
     "staleness/mean",
     "staleness/max",
+    "staleness/within_one",
     "episodes/mixed_versions_share",
     "episodes/actions_mean",
     "episodes/turns_mean",
@@ -102,7 +111,9 @@ class Training:
                 difference = self._engine_difference(groups)
             self._train(step, groups)
             done = step + 1
-            if done % evaluation.every == 0 or done == self._spec.steps:
+            if done in self._cell.judged_at:
+                evaluations.append((done, self._evaluate(done, JUDGED_TIMES)))
+            elif done % evaluation.every == 0 or done == self._spec.steps:
                 evaluations.append((done, self._evaluate(done)))
         self._seconds["all"] = time.process_time() - started
         steps = {name: [_rounded(one.get(name)) for one in self._metrics] for name in RECORDED}
@@ -127,7 +138,8 @@ class Training:
             Task(group, self._schedule.task(group).index, Split.TRAIN, self._spec.rollout.group_size)
             for group in range(first, first + self._spec.groups_per_step)
         ]
-        ages = Ages.of_step(step, self._cell.staleness)
+        of_step = Ages.sustained if self._cell.schedule == "sustained" else Ages.of_step
+        ages = of_step(step, self._cell.staleness)
         groups = play(self._spec, self._environment, self._codec, self._sampler, tasks, ages)
         self._seconds["sampling"] += time.process_time() - started
         return groups
@@ -138,25 +150,26 @@ class Training:
         sequences = train_batch(groups, lambda versions: np.asarray(step - versions, np.int32), config).sequences
         sequences = attribute(sequences, step, self._cell.attribution, self._sampler)
         metrics = self._learner.step(sequences)
-        self._metrics.append(metrics | group_metrics(groups))
+        within = {"staleness/within_one": _within_one(sequences, self._cell.staleness)}
+        self._metrics.append(metrics | group_metrics(groups) | within)
         self._publish(step + 1)
         self._seconds["training"] += time.process_time() - started
 
-    def _evaluate(self, version: int) -> float:
-        """Success of the newest weights on the held-out tasks, sampled as in training."""
+    def _evaluate(self, version: int, times: int = 1) -> float:
+        """Success of the newest weights on the held-out tasks, each played ``times``, sampled as in training."""
         started = time.process_time()
         evaluation = self._spec.evaluation
         assert evaluation is not None
         num_tasks = self._environment.num_tasks(Split.EVAL)
         assert num_tasks is not None
-        tasks = [
-            Task(FIRST_EVAL_GROUP + index, index, Split.EVAL, 1) for index in range(min(evaluation.tasks, num_tasks))
-        ]
-        ages = Ages(version, version)
-        groups = play(self._spec, self._environment, self._codec, self._sampler, tasks, ages)
-        rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+        count, ages = min(evaluation.tasks, num_tasks), Ages(version, version)
+        total = 0.0
+        for first in range(FIRST_EVAL_GROUP, FIRST_EVAL_GROUP + times * count, count):
+            tasks = [Task(first + index, index, Split.EVAL, 1) for index in range(count)]
+            groups = play(self._spec, self._environment, self._codec, self._sampler, tasks, ages)
+            total += sum(reward for group in groups for reward in group.rewards if reward is not None)
         self._seconds["evaluating"] += time.process_time() - started
-        return sum(rewards) / len(tasks)
+        return total / (times * count)
 
     def _engine_difference(self, groups: Sequence[Group]) -> float:
         """Sampler against trainer under the same weights: what is not staleness."""
@@ -185,6 +198,12 @@ def attribute(
                 one, behavior_logprobs=claimed, staleness=np.full_like(one.staleness, age)
             )
     return result
+
+
+def _within_one(sequences: Sequence[TrainSequence], staleness: int) -> float:
+    """Share of the trained tokens that are so many steps old, or one more or less."""
+    ages = np.concatenate([one.staleness[one.action_mask] for one in sequences])
+    return float((np.abs(ages - staleness) <= 1).mean())
 
 
 def _rounded(value: float | None) -> float | None:

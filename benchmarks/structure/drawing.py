@@ -21,6 +21,7 @@ DUTIES = {
     "services.trainer": ("admits groups, trains steps,", "publishes weights"),
     "services.engine": ("the embedded engine:", "SGLang's protocol on torch"),
     "services.gateway": ("the HTTP endpoint that", "outside agents talk to"),
+    "services.evaluation": ("`gspo eval`: plays outside", "any job, and stores nothing"),
     "services.launch": ("starts the processes: here,", "or through a batch system"),
     "services.episodes": ("what plays an episode:", "ledger, history, outbox"),
     "services.hosts": ("where environments run:", "processes, pools, remote"),

@@ -1,7 +1,8 @@
 """Makes the pictures of the viewer from a running service: ``python docs/images/make.py --url http://127.0.0.1:8000``.
 
 It shows the newest job that has groups, and plays an episode of the registered environment ``calculator``, which it
-registers where it is not. Needs chromium and playwright (``make test-browser`` installs both).
+registers where it is not. ``--only replay,family`` makes these alone, of a job that was forked, and replayed over HTTP
+with `influence` and `single`. Needs chromium and playwright (``make test-browser`` installs both).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 HERE = Path(__file__).parent
 DESKTOP = (1360, 900)
 PHONE = (390, 844)
+PAST = {"replay", "family"}
+Shot = tuple[str, str, str, tuple[int, int]]
+"""A picture's name, the page, the colours and the size."""
 
 
 def main() -> None:
@@ -24,28 +28,44 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--job", help="the job to show (default: the newest that has groups)")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
+    parser.add_argument("--only", default="", help="these pictures, separated by commas")
     arguments = parser.parse_args()
+    only = set(filter(None, arguments.only.split(",")))
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
         job = arguments.job or _with_groups(api)
-        group, member = _telling(api, job)
-        environment = _environment(api)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
-        for name, place, scheme, size in (
-            ("jobs", "#/jobs", "light", DESKTOP),
-            ("job", f"#/jobs/{job}", "light", (1360, 1180)),
-            ("job-dark", f"#/jobs/{job}", "dark", (1360, 1180)),
-            ("group", f"#/groups/{_contrast(api, job)}", "light", DESKTOP),
-            ("episode", f"#/episodes/{group}/{member}", "light", (1360, 1000)),
-            ("episode-dark", f"#/episodes/{group}/{member}", "dark", (1360, 1000)),
-            ("time", f"#/jobs/{job}", "light", (1360, 640)),
-            ("environments", "#/environments", "light", (1360, 720)),
-            ("environment", f"#/environments/{environment}", "light", (1360, 1190)),
-            ("workers", "#/workers", "light", (1360, 700)),
-            ("phone", f"#/jobs/{job}", "dark", PHONE),
-            ("phone-workers", "#/workers", "dark", PHONE),
-        ):
-            _picture(browser, arguments.url, name, place, scheme, size)
+        for name, place, scheme, size in _past(api, job) if only & PAST else _pictures(api, job):
+            if not only or name in only:
+                _picture(browser, arguments.url, name, place, scheme, size)
         browser.close()
+
+
+def _past(api: httpx.Client, job: str) -> tuple[Shot, ...]:
+    replays = api.get(f"/v1/jobs/{job}/replays").json()["data"]
+    done = next(one for one in replays if one["status"] == "done" and one["influence"] and one["single"])
+    return (
+        ("replay", f"#/replays/{job}/{done['id'].rpartition('/')[2]}", "light", (1360, 690)),
+        ("family", f"#/jobs/{job}/family", "light", (1360, 1000)),
+    )
+
+
+def _pictures(api: httpx.Client, job: str) -> tuple[Shot, ...]:
+    group, member = _telling(api, job)
+    environment = _environment(api)
+    return (
+        ("jobs", "#/jobs", "light", DESKTOP),
+        ("job", f"#/jobs/{job}", "light", (1360, 1180)),
+        ("job-dark", f"#/jobs/{job}", "dark", (1360, 1180)),
+        ("group", f"#/groups/{_contrast(api, job)}", "light", DESKTOP),
+        ("episode", f"#/episodes/{group}/{member}", "light", (1360, 1000)),
+        ("episode-dark", f"#/episodes/{group}/{member}", "dark", (1360, 1000)),
+        ("time", f"#/jobs/{job}", "light", (1360, 640)),
+        ("environments", "#/environments", "light", (1360, 720)),
+        ("environment", f"#/environments/{environment}", "light", (1360, 1190)),
+        ("workers", "#/workers", "light", (1360, 700)),
+        ("phone", f"#/jobs/{job}", "dark", PHONE),
+        ("phone-workers", "#/workers", "dark", PHONE),
+    )
 
 
 def _with_groups(api: httpx.Client) -> str:

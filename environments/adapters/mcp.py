@@ -1,7 +1,8 @@
 """The tools of an MCP server (a command over stdio, or a URL) with tasks and a reward function of our own.
 
 MCP knows no reward: ``reward`` names a function ``reward(task, messages, calls)``, as `gspo_core.env.from_functions`
-takes one. Every episode has a server process, or a connection, of its own.
+takes one. Every episode has a server process, or a connection, of its own. A server that is a command may have an
+interpreter, and so packages, of its own: name that in the command.
 """
 
 # /// script
@@ -44,28 +45,42 @@ class Mcp:
         tasks: Sequence[Mapping[str, JSON]] | str,
         command: Sequence[str] = (),
         url: str = "",
+        environment: Mapping[str, str] | None = None,
+        cwd: str = "",
+        headers: Mapping[str, str] | None = None,
         eval_tasks: Sequence[Mapping[str, JSON]] | str = (),
         system: str = "",
         limits: Mapping[str, JSON] | None = None,
         reward_range: tuple[float, float] | None = None,
     ) -> RemoteEnvironment:
         """``tasks`` have a ``prompt`` each, given here or as a JSONL file; ``reward`` is ``package.module:function`` or
-        ``file.py:function``."""
+        ``file.py:function``. ``environment`` and ``cwd`` are for a command, ``headers`` for a ``url``; all are stored
+        with the job, so they are no place for secrets."""
         if bool(command) == bool(url):
             raise InvalidEnvironment(f"{name}: an MCP server is either a command or a url")
+        if (environment or cwd) and url:
+            raise InvalidEnvironment(f"{name}: environment and cwd are for a command, not for a url")
+        if headers and command:
+            raise InvalidEnvironment(f"{name}: headers are for a url, not for a command")
         judge = _function(reward)
         all_tasks = {Split.TRAIN: _tasks(name, tasks), Split.EVAL: _tasks(name, eval_tasks)}
 
         @asynccontextmanager
         async def connect() -> AsyncIterator[_McpConnection]:
             from mcp import Client, StdioServerParameters
+            from mcp.client.sse import create_mcp_http_client
             from mcp.client.stdio import stdio_client
+            from mcp.client.streamable_http import streamable_http_client
 
             if url:
-                async with Client(url) as client:
+                async with (
+                    create_mcp_http_client(dict(headers or {})) as http,
+                    Client(streamable_http_client(url, http_client=http)) as client,
+                ):
                     yield _McpConnection(client, judge, system)
                 return
-            server = StdioServerParameters(command=command[0], args=list(command[1:]))
+            program, *words = command
+            server = StdioServerParameters(command=program, args=words, env=dict(environment or {}), cwd=cwd or None)
             async with Client(stdio_client(server)) as client:
                 yield _McpConnection(client, judge, system)
 

@@ -1,5 +1,7 @@
 """A data set of reasoning-gym: a question, an answer between ``<answer>`` tags, and the data set's own score.
 
+Several at once are its data set ``composite``, with ``options: {datasets: [{name: ..., weight: 2, config: {...}}]}``.
+
 Scores are not binary: many data sets give partial credit. A scorer that raises on what the policy wrote gives 0 and is
 counted; the policy caused it.
 """
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
@@ -82,5 +85,13 @@ class ReasoningGym:
 def _dataset(name: str, seed: int, size: int, options: str) -> ProceduralDataset:
     """Made once in a process: some take a second."""
     import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
 
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(options))
+    given = json.loads(options)
+    if name == "composite":
+        parts = given.get("datasets") or ()
+        if not parts or not all(isinstance(part, dict) and "name" in part for part in parts):
+            raise InvalidEnvironment("composite needs options.datasets, a list of {name, weight, config}")
+        defaults = {"weight": 1.0, "config": {}}
+        given["datasets"] = [DatasetSpec(**{**defaults, **part}) for part in parts]
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)

@@ -22,26 +22,27 @@ CALCULATE = {
         },
     },
 }
+# Made once: a client of its own would cost an episode more than its turns do.
+client = httpx.Client(timeout=600)
 
 
-async def run(task: dict[str, str], llm: Any) -> float:
+def run(task: dict[str, str], llm: Any) -> float:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Use the calculator. Then answer with the number only."},
         {"role": "user", "content": f"What is {task['expression']}?"},
     ]
     key = {"Authorization": f"Bearer {llm.api_key}"}
-    async with httpx.AsyncClient(base_url=llm.base_url, headers=key, timeout=600) as client:
-        while True:
-            question = {"model": llm.model, "messages": messages, "tools": [CALCULATE]}
-            response = await client.post("/chat/completions", json=question)
-            if response.status_code == 400:  # beyond a limit of the episode
-                return 0.0
-            said = response.raise_for_status().json()["choices"][0]["message"]
-            messages.append(said)
-            if not said.get("tool_calls"):
-                return float((said["content"] or "").strip() == str(evaluate(task["expression"])))
-            for call in said["tool_calls"]:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": calculated(call["function"])})
+    while True:
+        question = {"model": llm.model, "messages": messages, "tools": [CALCULATE]}
+        response = client.post(f"{llm.base_url}/chat/completions", headers=key, json=question)
+        if response.status_code == 400:  # beyond a limit of the episode
+            return 0.0
+        said = response.raise_for_status().json()["choices"][0]["message"]
+        messages.append(said)
+        if not said.get("tool_calls"):
+            return float((said["content"] or "").strip() == str(evaluate(task["expression"])))
+        for call in said["tool_calls"]:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": calculated(call["function"])})
 
 
 def calculated(call: dict[str, str]) -> str:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from gspo_core.batch.balance import plan_groups
 from gspo_core.batch.packing import Ids, Packing, pack, plan_micro_batches
 
 Layout = Literal["shared", "packed", "padded"]
@@ -43,6 +44,8 @@ class TrainSequence:
     """This branch's share of the episode's trained tokens; the branches of an episode sum to 1."""
     temperature: float = 1.0
     """The sampling temperature of the actions."""
+    group: int | None = None
+    """Sequences of one group are kept together in an update, and planned by `balance`. None: each is dealt alone."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
@@ -105,8 +108,10 @@ class MicroBatch:
     """(1, tokens) packed, or (B, longest) padded on the right."""
     positions: Tensor
     """Shaped like `token_ids`; counted from 0 in each sequence."""
+    rows: Ids
+    """For each scored token, the flat position of the token before it; not on the device."""
     rows_N: Tensor
-    """For each scored token, the flat position of the token before it."""
+    """The same on the device."""
     targets_N: Tensor
     temperatures_N: Tensor
     cells_N: Tensor
@@ -125,11 +130,22 @@ class MicroBatch:
         return values_N.new_zeros(shape.numel()).index_copy(0, self.cells_N, values_N).view(shape)
 
 
-def deal_minibatches(num_sequences: int, num_minibatches: int, *, seed: int, step: int) -> list[list[int]]:
-    """Deal a batch's sequences to its updates: shuffled by (seed, step), in nearly equal shares."""
-    order = np.random.default_rng([seed, step]).permutation(num_sequences)
-    shares = np.array_split(order, min(num_minibatches, num_sequences))
-    return [sorted(int(index) for index in share) for share in shares]
+def deal_minibatches(groups: Sequence[int | None], num_minibatches: int, *, seed: int, step: int) -> list[list[int]]:
+    """Deal a batch's sequences to its updates: shuffled by (seed, step), in nearly equal shares. A group stays whole
+    where there are enough of them."""
+    named = sorted({group for group in groups if group is not None})
+    generator = np.random.default_rng([seed, step])
+    if None in groups or len(named) < num_minibatches:
+        order = generator.permutation(len(groups))
+        shares = np.array_split(order, min(num_minibatches, len(groups)))
+        return [sorted(int(index) for index in share) for share in shares]
+    parts = np.array_split(generator.permutation(np.array(named)), num_minibatches)
+    part_of = {int(group): number for number, part in enumerate(parts) for group in part}
+    dealt: list[list[int]] = [[] for _ in parts]
+    for index, group in enumerate(groups):
+        if group is not None:
+            dealt[part_of[group]].append(index)
+    return dealt
 
 
 def scored_places(sequence: TrainSequence, *, score_all: bool) -> NDArray[np.int64]:
@@ -156,10 +172,14 @@ def split_batch(
 ) -> list[MicroBatch]:
     """The micro-batches of one rank for the sequences at `indices`; every rank gets the same number."""
     ids = [input_ids(sequences[index], score_all=score_all) for index in indices]
+    groups = [sequences[index].group for index in indices]
     if layout == "padded":
         plan = plan_padded([len(i) for i in ids], budget, num_ranks=num_ranks)
-    else:
+    elif None in groups or not groups:
         plan = plan_micro_batches(ids, budget, share=layout == "shared", num_ranks=num_ranks)
+    else:
+        named = [group for group in groups if group is not None]
+        plan = plan_groups(ids, named, budget, share=layout == "shared", num_ranks=num_ranks)
     return [
         collate(sequences, [indices[m] for m in members], layout=layout, score_all=score_all, device=device)
         for members in plan[rank]
@@ -211,12 +231,14 @@ def collate(
         advantages = table(lambda s: s.advantages, np.float32)
     else:
         advantages = tensor([float(s.advantages) for s in chosen], np.float32)
+    before = _joined([row[p - 1] for row, p in zip(rows, places, strict=True)], np.int64)
     return MicroBatch(
         indices=tuple(indices),
         packing=packing,
         token_ids=tensor(token_ids, np.int64),
         positions=tensor(positions, np.int64),
-        rows_N=tensor(_joined([row[p - 1] for row, p in zip(rows, places, strict=True)], np.int64), np.int64),
+        rows=before.astype(np.int64, copy=False),
+        rows_N=tensor(before, np.int64),
         targets_N=tensor(scored(lambda s: s.token_ids, np.int64), np.int64),
         temperatures_N=tensor(scored(lambda s: s.temperature, np.float32), np.float32),
         cells_N=tensor(cells, np.int64),

@@ -100,7 +100,7 @@ def pack(sequences: Sequence[Ids], *, share: bool) -> Packing:
     builder = _Builder(sequences)
     filled = [index for index, ids in enumerate(sequences) if len(ids)]
     if share:
-        builder.add_tree(sorted(filled, key=lambda index: (_sort_key(sequences[index]), index)), 0, ())
+        builder.add_tree(sorted(filled, key=lambda index: (sort_key(sequences[index]), index)), 0, ())
     else:
         for index in filled:
             builder.add_piece([index], 0, len(sequences[index]), ())
@@ -165,7 +165,7 @@ def common_prefix(first: Ids, second: Ids) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def _sort_key(ids: Ids) -> bytes:
+def sort_key(ids: Ids) -> bytes:
     return ids.astype(">i4").tobytes()
 
 
@@ -184,7 +184,7 @@ def plan_micro_batches(
     by_length = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index]), index))
     plans = [_plan(_spread, by_length, sequences, budget, num_ranks, cost)]
     if share:
-        alike = sorted(range(len(sequences)), key=lambda index: (_sort_key(sequences[index]), index))
+        alike = sorted(range(len(sequences)), key=lambda index: (sort_key(sequences[index]), index))
         plans.append(_plan(_cut, alike, sequences, budget, num_ranks, cost))
     best = min(plans, key=lambda bins: (len(bins), max(map(cost, bins))))
     return [best[rank::num_ranks] for rank in range(num_ranks)]

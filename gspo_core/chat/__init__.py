@@ -4,7 +4,7 @@ Reading order: ``hermes`` (the Qwen family's format, hand-written), ``turns`` an
 ``template`` (any other model, through its own chat template), ``selection`` (picks the codec for a model).
 """
 
-from gspo_core.chat.calls import LlamaCalls, TaggedCalls, read_hermes, read_qwen_xml
+from gspo_core.chat.calls import LlamaCalls, TaggedCalls, read_glm_xml, read_hermes, read_qwen_xml
 from gspo_core.chat.hermes import TOOLS_FOOTER, TOOLS_HEADER, HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.selection import ChatCodec, UnsuitableChat, load_codec
@@ -34,6 +34,7 @@ __all__ = [
     "UnsuitableTokenizer",
     "load_codec",
     "load_tokenizer",
+    "read_glm_xml",
     "read_hermes",
     "read_qwen_xml",
 ]

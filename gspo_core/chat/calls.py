@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from gspo_core.chat.text import strict_json, strict_json_at
+from gspo_core.chat.text import strict_json, strict_json_at, to_json
 from gspo_core.chat.tokenizer import Tokenizer, require_token
 from gspo_core.json_value import JSON
-from gspo_core.messages import CallStatus, ToolCall, ToolSchema
+from gspo_core.messages import CallStatus, ParameterSchema, ToolCall, ToolSchema
 
 Reading: TypeAlias = tuple[str | None, JSON, CallStatus]
 """Name, arguments and status of one attempt."""
@@ -36,6 +36,12 @@ class CallReader(Protocol):
         """The attempts from ``begin`` on. ``ids`` is the turn without its stop token."""
         ...
 
+    def opening(self, name: str = "") -> Sequence[str | int]:
+        """Texts and ids that begin a call, of the tool ``name`` if one is given, for the policy to go on from.
+
+        Empty where the syntax has no beginning that the policy could be given."""
+        ...
+
 
 class NoCalls:
     """For models not known to write tool calls: all output is text."""
@@ -48,13 +54,23 @@ class NoCalls:
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
         yield from ()
 
+    def opening(self, name: str = "") -> Sequence[str | int]:
+        return ()
+
 
 class TaggedCalls:
     """Calls between the tokens ``<tool_call>`` and ``</tool_call>``; ``read_body`` reads their content."""
 
-    def __init__(self, tokenizer: Tokenizer, read_body: Callable[[str, Sequence[ToolSchema]], Reading]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        read_body: Callable[[str, Sequence[ToolSchema]], Reading],
+        open_body: Callable[[str], str] | None = None,
+    ) -> None:
+        """``open_body``: how the content of a call of this tool, or of any for an empty name, begins."""
         self._tokenizer = tokenizer
         self._read_body = read_body
+        self._open_body = open_body
         self.opening_id: int = require_token(tokenizer, "<tool_call>", "this syntax of tool calls")
         self._closing_id = require_token(tokenizer, "</tool_call>", "this syntax of tool calls")
 
@@ -71,6 +87,9 @@ class TaggedCalls:
             name, arguments, status = unclosed if is_open else self._read_body(raw, tools)
             yield ToolCall(name, arguments, status, raw, position, end)
             position = end
+
+    def opening(self, name: str = "") -> Sequence[str | int]:
+        return () if self._open_body is None else (self.opening_id, self._open_body(name))
 
 
 def _find(ids: Sequence[int], token: int, start: int) -> int:
@@ -113,6 +132,9 @@ class LlamaCalls:
                 return
             position, start = stop + 1, end
 
+    def opening(self, name: str = "") -> Sequence[str | int]:
+        return (f'{{"name": {to_json(name)}, "parameters":' if name else '{"name":',)
+
     def _token_behind(self, ids: Sequence[int], body: int, num_chars: int) -> int:
         """The first token that begins after ``num_chars`` characters and the separator that follows."""
         low, high = body, len(ids)
@@ -132,6 +154,11 @@ def read_hermes(raw: str, tools: Sequence[ToolSchema]) -> Reading:
     except ValueError:
         return None, {}, CallStatus.INVALID_JSON
     return _named(value, "arguments")
+
+
+def open_hermes(name: str) -> str:
+    """It ends where a token does: the blank before a value is part of the value's first token."""
+    return f'\n{{"name": {to_json(name)}, "arguments":' if name else "\n"
 
 
 def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
@@ -154,10 +181,37 @@ def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
     return (name, arguments, CallStatus.OK) if name else (None, arguments, CallStatus.MISSING_NAME)
 
 
+def open_qwen_xml(name: str) -> str:
+    return f"\n<function={name}>\n" if name else "\n<function="
+
+
+def read_glm_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
+    """``NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ...``, as GLM-4.5 and later write it."""
+    name, key, rest = raw.partition("<arg_key>")
+    name, body = name.strip(), key + rest
+    types = _parameter_types(name, tools)
+    arguments: dict[str, JSON] = {}
+    position = 0
+    for pair in _GLM_ARGUMENT.finditer(body):
+        argument = pair[1].strip()
+        if body[position : pair.start()].strip() or argument in arguments:
+            return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
+        arguments[argument] = _typed(pair[2], types.get(argument))
+        position = pair.end()
+    if body[position:].strip() or "\n" in name:
+        return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
+    return (name, arguments, CallStatus.OK) if name else (None, arguments, CallStatus.MISSING_NAME)
+
+
+def open_glm_xml(name: str) -> str:
+    return f"{name}\n" if name else ""
+
+
 _LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|function)"\s*:')
 _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 # One newline on each side belongs to the syntax, the rest to the value.
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def _named(value: JSON, *argument_keys: str) -> Reading:
@@ -185,8 +239,15 @@ def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, str | 
     for tool in tools:
         if tool["function"]["name"] == name:
             properties = tool["function"].get("parameters", {}).get("properties", {})
-            return {key: schema.get("type") for key, schema in properties.items()}
+            return {key: _type_of(schema) for key, schema in properties.items()}
     return {}
+
+
+def _type_of(schema: ParameterSchema) -> str | list[str] | None:
+    if "type" in schema or not (choices := [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
+        return schema.get("type")
+    types = [_type_of(choice) for choice in choices]
+    return [name for one in types for name in ([one] if isinstance(one, str) else one or ["object"])]
 
 
 def _typed(text: str, wanted: str | list[str] | None) -> JSON:

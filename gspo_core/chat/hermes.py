@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_core.chat.calls import TaggedCalls, read_hermes
+from gspo_core.chat.calls import TaggedCalls, open_hermes, read_hermes
 from gspo_core.chat.text import text_of, to_json
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, require_token
 from gspo_core.chat.turns import TurnReader, can_be_written
@@ -82,7 +82,7 @@ class HermesCodec:
         end_of_text = tokenizer.token_id("<|endoftext|>")
         self.stop_ids: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
         """Ids of the tokens that end a turn, for the engine. The sampled one belongs to the turn."""
-        self._turn_reader = TurnReader(tokenizer, self.stop_ids, TaggedCalls(tokenizer, read_hermes))
+        self._turn_reader = TurnReader(tokenizer, self.stop_ids, TaggedCalls(tokenizer, read_hermes, open_hermes))
         if (reasons or empty_thought) and None in (self._turn_reader.think, self._turn_reader.think_end):
             raise UnsuitableTokenizer("think blocks are configured, but the tokenizer has no <think> token")
 
@@ -128,6 +128,13 @@ class HermesCodec:
             pieces.append(self._end)
         # The template writes a newline after the end of a turn; the engine stops before it.
         return self._encode([*pieces, "\n", *self._turns(new_messages), *self._generation_prompt()])
+
+    def call_opening(self, name: str = "") -> list[int]:
+        """The ids that begin a turn which is a call, of the tool ``name`` or of any. They belong to the turn, though
+        the policy does not sample them."""
+        thinks = self.style.reasons and not self.style.empty_thought
+        thought = self._written(_NO_THOUGHT, _ANY_TAG) if thinks else ()
+        return self._encode([*thought, *self._turn_reader.opening(name)])
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
         """Read a sampled turn. With ``tools``, calls to other tools get the status ``unknown_tool``."""

@@ -12,16 +12,28 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from gspo_core.chat.calls import CallReader, LlamaCalls, NoCalls, TaggedCalls, read_hermes, read_qwen_xml
+from gspo_core.chat.calls import (
+    CallReader,
+    LlamaCalls,
+    NoCalls,
+    TaggedCalls,
+    open_glm_xml,
+    open_hermes,
+    open_qwen_xml,
+    read_glm_xml,
+    read_hermes,
+    read_qwen_xml,
+)
 from gspo_core.chat.hermes import HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.template import TemplateCodec
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.json_value import JSON
 from gspo_core.messages import ForkReason, Message, MessageCall, ParsedTurn, ToolSchema
+from gspo_core.model_files import calls_of, chat_problem, chat_template_of
 
 Format: TypeAlias = Literal["auto", "hermes", "template"]
-Calls: TypeAlias = Literal["auto", "hermes", "qwen_xml", "llama_json", "none"]
+Calls: TypeAlias = Literal["auto", "hermes", "qwen_xml", "glm_xml", "llama_json", "none"]
 Thinking: TypeAlias = Literal["keep", "template"]
 
 _CHATML = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
@@ -54,6 +66,8 @@ class ChatCodec(Protocol):
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | ForkReason: ...
 
+    def call_opening(self, name: str = "") -> list[int]: ...
+
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn: ...
 
     def message(
@@ -76,7 +90,12 @@ def load_codec(
     """The codec of a model directory. Raises ``UnsuitableChat`` or ``UnsuitableTokenizer``."""
     model_dir = Path(model_dir)
     tokenizer = load_tokenizer(model_dir)
-    template = _chat_template(model_dir)
+    try:
+        template, problem = chat_template_of(model_dir), chat_problem(model_dir, calls)
+    except ValueError as error:
+        raise UnsuitableChat(str(error)) from error
+    if problem is not None:
+        raise UnsuitableChat(problem)
     given = _special_tokens(model_dir) | dict(variables or {})
     if template is None:
         if format == "template":
@@ -178,39 +197,16 @@ def _probes() -> Iterator[tuple[list[Message], list[ToolSchema]]]:
 
 
 def _call_reader(tokenizer: Tokenizer, template: str, calls: Calls) -> CallReader:
-    chosen = _calls_of(template) if calls == "auto" else calls
+    chosen = calls_of(template) if calls == "auto" else calls
     if chosen == "none":
         return NoCalls()
     if chosen == "llama_json":
         return LlamaCalls(tokenizer)
-    if chosen is None:
-        raise UnsuitableChat(
-            "the model's template is none whose tool calls are known: set chat.calls to hermes, qwen_xml or llama_json "
-            "if it writes them so, or to none for environments without tools"
-        )
-    return TaggedCalls(tokenizer, read_qwen_xml if chosen == "qwen_xml" else read_hermes)
-
-
-def _calls_of(template: str) -> Calls | None:
-    """Infer the call syntax from the template's text. A template that never mentions tools writes no calls."""
-    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
-        return "qwen_xml"
-    if "<tool_call>" in template and '"arguments"' in template.replace("\\", ""):
-        return "hermes"
-    if "<|start_header_id|>" in template and '"parameters"' in template.replace("\\", ""):
-        return "llama_json"
-    return None if "tool" in template else "none"
-
-
-def _chat_template(model_dir: Path) -> str | None:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    given = _read_json(model_dir / "tokenizer_config.json").get("chat_template")
-    if isinstance(given, list):  # several named templates
-        named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
-        given = named.get("tool_use") or named.get("default")
-    return given if isinstance(given, str) else None
+    if chosen == "glm_xml":
+        return TaggedCalls(tokenizer, read_glm_xml, open_glm_xml)
+    if chosen == "qwen_xml":
+        return TaggedCalls(tokenizer, read_qwen_xml, open_qwen_xml)
+    return TaggedCalls(tokenizer, read_hermes, open_hermes)
 
 
 def _special_tokens(model_dir: Path) -> dict[str, JSON]:

@@ -11,10 +11,10 @@ clock, so prompts do not depend on the date.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar, cast
 
-from gspo_core.chat.calls import CallReader
+from gspo_core.chat.calls import CallReader, NoCalls
 from gspo_core.chat.jinja import TemplateRefused, compile_template
 from gspo_core.chat.text import strict_json, text_of
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer
@@ -34,7 +34,13 @@ from gspo_core.messages import (
 T = TypeVar("T")
 
 _PROBE = "gspo probe"
+_PROBE_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {"name": "probe", "description": _PROBE, "parameters": {"type": "object", "properties": {}}},
+}
 _THOUGHT = re.compile(r"<think>.*?</think>\s*|<think>\s*$", re.DOTALL)
+# Whose messages can follow a turn.
+_FOLLOWERS: tuple[Literal["user", "tool", "system"], ...] = ("user", "tool", "system")
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
 # Tags that an assistant writes itself and templates look for in its text.
 _OWN_TAGS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
@@ -61,22 +67,27 @@ class TemplateCodec:
         self._variables = dict(variables or {})
         self._keeps_thinking = thinking == "keep"
         self._controls = _one_of(tokenizer.control_tokens)
-        self._turn_end = self._find_turn_end()
-        end_id = tokenizer.token_id(self._turn_end)
-        assert end_id is not None
-        self.stop_ids: tuple[int, ...] = (end_id, *(token for token in dict.fromkeys(stop_ids) if token != end_id))
+        self._ends = self._find_ends()
+        end_ids = [token for end in self._ends.tokens if (token := tokenizer.token_id(end)) is not None]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*end_ids, *stop_ids)))
         """Ids of the tokens that end a turn, for the engine. The sampled one belongs to the turn."""
         prompt = self._template.render([{"role": "user", "content": _PROBE}], (), self._variables, True)
         self._turn_reader = TurnReader(
             tokenizer, self.stop_ids, calls, opens_thought=prompt.rstrip().endswith("<think>")
         )
         self._takes_several_calls = self._accepts(2)
+        self._takes_tools = not isinstance(calls, NoCalls) or self._shows_tools(prompt)
         self._check_encoding(prompt)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a whole conversation. Raises ``TemplateRefused``."""
+        if tools and not self._takes_tools:
+            raise TemplateRefused(
+                "the chat template shows the model no tools, and there are some: use a model that was trained with "
+                "tools, or an environment without any"
+            )
         defused = _Defused(self._controls, messages, tools)
         return self._encode(self._text(defused, messages, tools, generation_prompt), defused)
 
@@ -104,15 +115,28 @@ class TemplateCodec:
         except TemplateRefused:
             return ForkReason.TEMPLATE_REFUSED
         # Contents are defused, so these tokens are all structural: the turn ends at the next one after its prompt.
-        pieces = after.split(self._turn_end)
-        num_before = before.count(self._turn_end) + 1
-        head, following = self._turn_end.join(pieces[:num_before]), self._turn_end.join(pieces[num_before:])
-        if len(pieces) <= num_before or not self._plain(head).startswith(self._plain(before)):
+        ends = [end.start() for end in self._ends.pattern.finditer(after)]
+        num_before = len(self._ends.pattern.findall(before))
+        if len(ends) <= num_before:
+            return ForkReason.HISTORY_REWRITTEN
+        head, following = after[: ends[num_before]], after[ends[num_before] :]
+        if not self._plain(head).startswith(self._plain(before)):
             return ForkReason.HISTORY_REWRITTEN
         written = self._plain(head)[len(self._plain(before)) :]
         if not self._says_the_same(self._encode(written, defused), sampled_ids, tools):
             return ForkReason.TURN_REWRITTEN
-        return self._encode(("" if stops else self._turn_end) + following, defused)
+        ids = self._encode(following, defused)
+        # A turn that was ended needs no second end; what opens the next message is one only where it is that message's.
+        is_there = bool(stops) and (self._ends.are_closing or sampled_ids[-1] == ids[0])
+        return ids[1:] if is_there else ids
+
+    def call_opening(self, name: str = "") -> list[int]:
+        """The ids that begin a turn which is a call, of the tool ``name`` or of any. They belong to the turn, though
+        the policy does not sample them. Empty where calls have no beginning of their own."""
+        ids: list[int] = []
+        for piece in self._turn_reader.opening(name):
+            ids += self._encode_plain(piece) if isinstance(piece, str) else [piece]
+        return ids
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
         """Read a sampled turn. With ``tools``, calls to other tools get the status ``unknown_tool``."""
@@ -146,7 +170,10 @@ class TemplateCodec:
 
     def _plain(self, text: str) -> str:
         """Text for comparing histories: without think blocks if the job keeps them as sampled."""
-        return _THOUGHT.sub("", text) if self._keeps_thinking else text
+        if not self._keeps_thinking:
+            return text
+        # Turn by turn: a block that was never closed must not reach into the next one.
+        return "".join(_THOUGHT.sub("", piece) for piece in self._ends.pieces(text))
 
     def _text(
         self, defused: _Defused, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool
@@ -168,15 +195,33 @@ class TemplateCodec:
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text) if text else []
 
-    def _find_turn_end(self) -> str:
-        conversation: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
-        text = self._template.render(conversation, (), self._variables, False)
+    def _find_ends(self) -> _Ends:
+        turn: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        text = self._template.render(turn, (), self._variables, False)
         found = self._controls.search(text, text.find(_PROBE) + len(_PROBE))
-        if _PROBE not in text or found is None:
+        if found is not None and _PROBE in text:
+            return _Ends((found[0],), are_closing=True)
+        opening = dict.fromkeys(self._opening([*turn, {"role": role, "content": "x"}]) for role in _FOLLOWERS)
+        opening.pop("", None)
+        if not opening or None in opening:
             raise UnsuitableTokenizer(
                 "the chat template writes no control token behind the assistant's words, so nothing would end a turn"
             )
-        return found[0]
+        return _Ends(tuple(end for end in opening if end), are_closing=False)
+
+    def _opening(self, conversation: Sequence[Message]) -> str | None:
+        """The control token right behind the turn; None if there is none, empty if the template refuses that."""
+        try:
+            text = self._template.render(conversation, (), self._variables, False)
+        except TemplateRefused:
+            return ""
+        _, probe, behind = text.partition(_PROBE)
+        found = self._controls.match(behind.lstrip()) if probe else None
+        return None if found is None else found[0]
+
+    def _shows_tools(self, prompt: str) -> bool:
+        question: list[Message] = [{"role": "user", "content": _PROBE}]
+        return prompt != self._template.render(question, (_PROBE_TOOL,), self._variables, True)
 
     def _accepts(self, num_calls: int) -> bool:
         call = _normal_call({"function": {"name": "f", "arguments": {"x": 1}}})
@@ -196,6 +241,24 @@ class TemplateCodec:
                 "this tokenizer encodes text behind a control token in another way than text alone, which the codec "
                 "for chat templates does not know"
             )
+
+
+class _Ends:
+    """The tokens that end a turn: one that closes it, or, where a format has none (GLM), those that open what comes
+    next, which the policy samples all the same."""
+
+    def __init__(self, tokens: tuple[str, ...], *, are_closing: bool) -> None:
+        self.tokens = tokens
+        self.are_closing = are_closing
+        self.pattern = _one_of(tokens)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The text, cut behind each end."""
+        begin = 0
+        for end in self.pattern.finditer(text):
+            yield text[begin : end.end()]
+            begin = end.end()
+        yield text[begin:]
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:

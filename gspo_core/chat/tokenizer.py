@@ -9,13 +9,15 @@ It loads ``tokenizer.json`` with the `tokenizers` library and no model.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-# The text between control tokens recurs in every turn.
-_SHORT_CHARS = 32
+# The text between control tokens recurs in every turn, and a task's in every episode of its group.
+_SHORT_CHARS, _NUM_SHORT = 32, 1024
+_LONG_CHARS, _NUM_LONG = 4096, 256
 
 
 class UnsuitableTokenizer(ValueError):
@@ -82,10 +84,14 @@ class _FileTokenizer:
         )
         self._backend.encode_special_tokens = True
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        self._encode_short = lru_cache(maxsize=1024)(self._encode)
+        self._encode_short = lru_cache(maxsize=_NUM_SHORT)(self._encode)
+        # Packed: a list of numbers takes ten times as much.
+        self._encode_long = lru_cache(maxsize=_NUM_LONG)(lambda text: array("i", self._encode(text)))
 
     def encode(self, text: str) -> list[int]:
-        return list(self._encode_short(text)) if len(text) <= _SHORT_CHARS else self._encode(text)
+        if len(text) > _LONG_CHARS:
+            return self._encode(text)
+        return list(self._encode_short(text)) if len(text) <= _SHORT_CHARS else self._encode_long(text).tolist()
 
     def _encode(self, text: str) -> list[int]:
         # A policy can write half a surrogate pair as a JSON escape, which has no bytes.

@@ -62,6 +62,13 @@ class TurnReader:
             ]
         return message
 
+    def opening(self, name: str = "") -> Sequence[str | int]:
+        """Texts and ids that begin a turn which is a call; empty where the syntax has no beginning of one."""
+        call = self._calls.opening(name)
+        if call and self.opens_thought and self.think_end is not None:
+            return ("\n", self.think_end, "\n\n", *call)
+        return call
+
     def is_thinking(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], header_id: int) -> bool:
         """Whether a think block is open after these ids; ``header_id`` begins a message."""
         for token in (*reversed(sampled_ids), *reversed(prefix_ids)):

@@ -11,12 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gspo_core.cli.command import CommandError, CommandParser
+from gspo_core.cli.retrain_options import add_retrain
+from gspo_core.cli.trees import search_trees
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
+        search_trees()
         arguments = _parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
@@ -35,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     from gspo_core.cli.env_options import add_env
+    from gspo_core.cli.eval_options import add_eval
     from gspo_core.cli.service import add_service_commands
+    from gspo_core.cli.upper import add_upper_commands
 
     parser = CommandParser(prog="gspo", description="Train language-model agents by reinforcement learning.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -43,11 +48,16 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_service_commands(commands)
     _add_submit(commands)
+    _add_plan(commands)
     _add_watch(commands)
+    _add_profile(commands)
     _add_jobs(commands)
     _add_control(commands)
     _add_episodes(commands)
+    _add_erase(commands)
+    add_upper_commands(commands)
     add_env(commands, _add_server)
+    add_eval(commands, _add_server)
     _add_workers(commands)
     doctor = commands.add_parser("doctor", help="check what is missing or wrong on this machine")
     _add_server(doctor)
@@ -73,12 +83,35 @@ def _add_submit(commands: argparse._SubParsersAction[CommandParser]) -> None:
     submit.set_defaults(run=_submit)
 
 
+def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    plan = commands.add_parser("plan", help="say whether a job fits its GPUs, and under which settings; starts nothing")
+    plan.add_argument("file")
+    plan.add_argument("--gpus", required=True, help="such as 8xH100, or 8x96GiB for one that is not known by name")
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of a page")
+    plan.set_defaults(run=_plan)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps")
+    return int(text)
+
+
 def _add_watch(commands: argparse._SubParsersAction[CommandParser]) -> None:
     watch = commands.add_parser("watch", help="follow a job live")
     watch.add_argument("job")
     watch.add_argument("--json", action="store_true", help="one JSON object per event instead of a display")
     _add_server(watch)
     watch.set_defaults(run=_watch)
+
+
+def _add_profile(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    profile = commands.add_parser("profile", help="say where the time of a job goes, and what to change first")
+    profile.add_argument("job")
+    profile.add_argument("--steps", type=_positive, default=20, help="look at its newest steps (default: %(default)s)")
+    profile.add_argument("--json", action="store_true", help="one JSON object instead of a page")
+    _add_server(profile)
+    profile.set_defaults(run=_profile)
 
 
 def _add_jobs(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -89,15 +122,34 @@ def _add_jobs(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    what = {"pause": "pause a job after its current step", "resume": "resume a paused job", "cancel": "cancel a job"}
+    what = {
+        "pause": "pause a job after its current step",
+        "resume": "resume a job that is paused or over",
+        "cancel": "cancel a job",
+    }
     for name, text in what.items():
         control = commands.add_parser(name, help=text)
         control.add_argument("job")
         if name == "cancel":
             control.add_argument("--drain", action="store_true", help="train the work in progress first")
             control.add_argument("--checkpoint", action="store_true", help="write a checkpoint at the end")
+        if name == "resume":
+            control.description = "Resume a paused job; or go on with one that is over, as itself."
+            control.add_argument("--from", type=int, dest="from_step", metavar="STEP", help="an earlier step")
+            control.add_argument("--steps", type=int, help="how many steps in all; the schedule of the rate stays")
+            control.add_argument("--horizon", type=int, metavar="STEP", help="where the schedule of the rate ends now")
         _add_server(control)
         control.set_defaults(run=_control, verb=name)
+    fork = commands.add_parser("fork", help="begin a new job from a step of another")
+    fork.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step that is kept (default: its newest)")
+    fork.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with another setting")
+    fork.add_argument("--same-batches", action="store_true", help="feed it what its parent was trained on, first")
+    fork.add_argument("--rewards", metavar="FILE", help="with these rewards there, as gspo rescore --to writes them")
+    fork.add_argument("--name", help="its label (default: the parent's)")
+    fork.add_argument("--dry-run", action="store_true", help="say what it takes; create nothing")
+    _add_server(fork)
+    fork.set_defaults(run=_fork)
+    add_retrain(commands, _add_server)
     change = commands.add_parser("set", help="change settings of a running job, from its next step on")
     change.add_argument("job")
     change.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="for example optimizer.lr=5e-7")
@@ -118,14 +170,27 @@ def _add_workers(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    episodes = commands.add_parser("episodes", help="list the trained episodes of a job, or read one")
-    episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER")
+    episodes = commands.add_parser("episodes", help="list the episodes of a job or an evaluation, or read one")
+    episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER | DIR | DIR/TASK/SAMPLE")
     episodes.add_argument("--step", type=int, help="only episodes of this step")
     episodes.add_argument("--max-reward", type=float, help="only episodes with at most this reward")
     episodes.add_argument("--limit", type=int, default=20, help="number of episodes to list (default: 20)")
     episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
     _add_server(episodes)
     episodes.set_defaults(run=_episodes)
+
+
+def _add_erase(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    erase = commands.add_parser(
+        "erase", help="erase what people said, for good: of keys that just talk, or in episodes"
+    )
+    erase.add_argument("job")
+    which = erase.add_mutually_exclusive_group(required=True)
+    which.add_argument("--user", help="all that this user said and was told, also in episodes")
+    which.add_argument("--episode", metavar="GROUP/MEMBER", help="one episode, trained or not")
+    which.add_argument("--trace", help="one conversation, by its id")
+    _add_server(erase)
+    erase.set_defaults(run=_erase)
 
 
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -149,6 +214,12 @@ def _submit(arguments: argparse.Namespace) -> int:
     )
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.plan import plan
+
+    return plan(arguments.file, arguments.gpus, as_json=arguments.json)
+
+
 def _watch(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.watch import watch
 
@@ -161,9 +232,19 @@ def _jobs(arguments: argparse.Namespace) -> int:
     return jobs.show(arguments.url, as_json=arguments.json)
 
 
+def _erase(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.traffic import erase
+
+    return erase(arguments.url, arguments.job, user=arguments.user, trace=arguments.trace, episode=arguments.episode)
+
+
 def _episodes(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.episodes import show
+    from gspo_core.cli.kept_episodes import evaluation_of, show_kept
 
+    if (kept := evaluation_of(arguments.which)) is not None:
+        reward = arguments.max_reward
+        return show_kept(*kept, limit=arguments.limit, max_reward=reward, as_json=arguments.json)
     return show(
         arguments.url,
         arguments.which,
@@ -177,14 +258,35 @@ def _episodes(arguments: argparse.Namespace) -> int:
 def _control(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
-    manner = {name: getattr(arguments, name) for name in ("drain", "checkpoint") if hasattr(arguments, name)}
+    names = ("drain", "checkpoint", "from_step", "steps", "horizon")
+    manner = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     return jobs.control(arguments.url, arguments.job, arguments.verb, **manner)
+
+
+def _fork(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.fork(
+        arguments.url,
+        arguments.where,
+        arguments.set,
+        same_batches=arguments.same_batches,
+        rewards=arguments.rewards,
+        name=arguments.name,
+        dry_run=arguments.dry_run,
+    )
 
 
 def _set(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
     return jobs.change(arguments.url, arguments.job, arguments.assignments)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import profile
+
+    return profile.show(arguments.url, arguments.job, num_steps=arguments.steps, as_json=arguments.json)
 
 
 def _workers(arguments: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ def _python() -> Finding:
 
 
 def _no_service() -> Finding:
-    text = "not installed: this is only the client of an API elsewhere; a checkout of the project has them (make setup)"
+    text = f"not installed: this is only the client of an API elsewhere. {service.HOW_TO_INSTALL}"
     return Finding(Verdict.NOTE, "services", text)
 
 

@@ -27,7 +27,7 @@ without a call. :tools shows the tools, an empty line or :end ends the episode."
 
 def validate(arguments: argparse.Namespace) -> int:
     order: dict[str, JSON] = {"ref": arguments.ref, "config": _config(arguments.config)}
-    order |= {"agent": None if arguments.agent is None else _object(arguments.agent, "--agent", "as a job has it")}
+    order |= {"agent": None if arguments.agent is None else json_object(arguments.agent, "--agent", "as a job has it")}
     report = _examine(order | {"model": arguments.model, "timeout_s": arguments.timeout})
     print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
     return 0 if report.ok else 1
@@ -55,7 +55,7 @@ def play(arguments: argparse.Namespace) -> int:
     from gspo_core.env import EnvironmentFailed, InvalidEnvironment, load_environment
 
     try:
-        with _Path():
+        with CallersPath():
             environment = load_environment(arguments.ref, _config(arguments.config))
         return asyncio.run(_play(environment, arguments))
     except InvalidEnvironment as error:
@@ -64,7 +64,7 @@ def play(arguments: argparse.Namespace) -> int:
         raise CommandError(f"the environment failed in {failure.phase}: {failure.reason}") from failure
 
 
-class _Path:
+class CallersPath:
     """Modules beside the caller can be named, as `python -m` allows it."""
 
     def __enter__(self) -> None:
@@ -77,10 +77,10 @@ class _Path:
 
 
 def _config(text: str | None) -> dict[str, JSON]:
-    return {} if text is None else _object(text, "--config", "the keyword arguments of the class")
+    return {} if text is None else json_object(text, "--config", "the keyword arguments of the class")
 
 
-def _object(text: str, option: str, what: str) -> dict[str, JSON]:
+def json_object(text: str, option: str, what: str) -> dict[str, JSON]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -100,29 +100,35 @@ async def _play(environment: Environment, arguments: argparse.Namespace) -> int:
         print(PLAY_HELP, end="\n\n")
         _show(start.messages)
         _show_tools(start.tools)
-        await _take_turns(session, start.tools)
+        paid = await _take_turns(session, start.tools)
         reward, parts = await session.score()
+        reward += paid
         print(f"reward {reward:g}" + "".join(f"  {name} {value:g}" for name, value in parts.items()))
     finally:
         await session.close()
     return 0
 
 
-async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> None:
+async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> float:
+    """What the turns were paid together."""
+    paid = 0.0
     while True:
         print("> ", end="", flush=True)
         line = (await asyncio.to_thread(sys.stdin.readline)).strip()
         if line in ("", ":end"):
             print()
-            return
+            return paid
         if line == ":tools":
             _show_tools(tools)
             continue
         observation: Observation = await session.act(read_turn(line, tools))
         _show(observation.messages)
+        if observation.reward is not None:
+            paid += observation.reward
+            print(f"this turn was paid {observation.reward:g}")
         if observation.done:
             print(f"ended: {observation.stop_reason}")
-            return
+            return paid
 
 
 def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:

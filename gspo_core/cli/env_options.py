@@ -1,4 +1,5 @@
-"""The actions of ``gspo env`` and their options; what each does is in ``env`` (here) and ``registered`` (the service).
+"""The actions of ``gspo env`` and their options; what each does is in ``project``, ``env`` (both here) and
+``registered`` (the service).
 ``serve`` comes with the service.
 
 A reference with a colon (``package.module:Class``, ``file.py:Class``) is code on this machine; a name, or
@@ -23,6 +24,7 @@ def add_env(commands: Actions, add_server: AddServer) -> None:
 
     env = commands.add_parser("env", help="examine, try out and register environments")
     actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_init(actions)
     _add_local(actions, add_server)
     _add_add(actions, add_server)
     _add_registered(actions, add_server)
@@ -44,6 +46,18 @@ def _add_local(actions: Actions, add_server: AddServer) -> None:
     play.set_defaults(run=_play)
     for action in (validate, play):
         action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
+
+
+def _add_init(actions: Actions) -> None:
+    init = actions.add_parser(
+        "init",
+        help="make a project: an environment or an agent, its tests, a job and a page",
+        description="Make a folder that works at once: an environment, its tests, job.yaml and README.md.",
+    )
+    init.add_argument("name", help="of the module and the folder: lower-case letters, digits, _ and -")
+    init.add_argument("--agent", action="store_true", help="an agent that owns its loop, instead of an environment")
+    init.add_argument("--folder", metavar="DIR", help="where (default: a folder of that name, here)")
+    init.set_defaults(run=_init)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +86,7 @@ def _add_add(actions: Actions, add_server: AddServer) -> None:
     add.add_argument("--reward", metavar="REF", help="for --mcp: package.module:function, installed with the workers")
     add.add_argument("--tasks", metavar="FILE", help="for --mcp: one JSON object per line, each with a prompt")
     add.add_argument("--config", metavar="JSON", help="further keyword arguments of the class or adapter")
+    add.add_argument("--agent", metavar="JSON", help="how the agent that plays it is started, as a job has it")
     _ask(add, add_server, _call("add"))
 
 
@@ -118,6 +133,12 @@ def _validate(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import env
 
     return env.validate(arguments)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import project
+
+    return project.init(arguments)
 
 
 def _play(arguments: argparse.Namespace) -> int:

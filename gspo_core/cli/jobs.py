@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,10 @@ from gspo_core.api_answers import Job, Plan, Settings
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
+from gspo_core.json_value import JSON
 
+# No job has a step of sixteen digits.
+_STEP = re.compile(r"[0-9]{1,15}")
 Verb = Literal["pause", "resume", "cancel"]
 
 
@@ -30,6 +34,7 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
         if dry_run:
             plan = client.plan_job(spec)
             print(json.dumps(plan, indent=2))
+            _say_what_disk(plan["estimate"])
             _say_what_is_open(plan, set(spec_warnings(spec)))
             return 0
         job = client.create_job(spec, idempotency_key=key)
@@ -40,6 +45,24 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     from gspo_core.cli.watch import watch as follow
 
     return follow(url, job["id"], as_json=False)
+
+
+def _say_what_disk(estimate: Mapping[str, int]) -> None:
+    if "max_archive_bytes" in estimate:  # releases before did not say
+        logs, archive = (estimate[name] / 1e6 for name in ("max_log_bytes", "max_archive_bytes"))
+        a_token = estimate["log_bytes_per_sampled_token"]
+        said = (
+            f"batch logs take at most {logs:,.0f} MB, {a_token} bytes a sampled token where episodes reach their limits"
+        )
+        more = f"; of that the archive at most {archive:,.0f} MB by the end, before it is compressed" if archive else ""
+        print(said + more, file=sys.stderr)
+    if "max_checkpoints" in estimate:
+        number, size = estimate["max_checkpoints"], estimate.get("max_checkpoint_bytes")
+        taken = "" if size is None else f", which take at most {size / 1e6:,.0f} MB"
+        again = (
+            f"a replay or fork of a step trains at most {estimate['max_replayed_steps']} logged steps again on its way"
+        )
+        print(f"at most {number} checkpoints at a time{taken}; {again}", file=sys.stderr)
 
 
 def _say_what_is_open(plan: Plan, said: Collection[str]) -> None:
@@ -104,10 +127,138 @@ _REACHED = {"pause": ("paused",), "resume": ("running",), "cancel": ("succeeded"
 _ASKED = {"pause": "to pause", "resume": "to resume", "cancel": "to end"}
 
 
-def control(url: str, job_id: str, verb: Verb, **manner: bool) -> int:
+def control(
+    url: str,
+    job_id: str,
+    verb: Verb,
+    *,
+    drain: bool = False,
+    checkpoint: bool = False,
+    from_step: int | None = None,
+    steps: int | None = None,
+    horizon: int | None = None,
+) -> int:
     """``pause``, ``resume`` and ``cancel``: wishes, which the job's trainer brings about."""
+    words = ""
     with connected(url) as client:
-        job = {"pause": client.pause, "resume": client.resume, "cancel": client.cancel}[verb](job_id, **manner)
+        match verb:
+            case "pause":
+                job = client.pause(job_id)
+            case "resume":
+                job = client.resume(job_id, from_step=from_step, steps=steps, horizon=horizon)
+                if steps is not None and horizon is None:
+                    words = told_of_idle_steps(client.config(job_id), job["settings"], job["steps"])
+            case "cancel":
+                job = client.cancel(job_id, drain=drain, checkpoint=checkpoint)
     is_there = job["status"] in _REACHED[verb]
     print(f"{job['id']} is {job['status']}" + ("" if is_there else f"; it was asked {_ASKED[verb]}"))
+    if words:
+        print(words)
     return 0
+
+
+def told_of_idle_steps(spec: Settings, settings: Settings, steps: int) -> str:
+    """A longer job keeps its schedule, so its last steps may have a rate of 0; empty if they have not."""
+    optimizer, end = spec["optimizer"], settings.get("optimizer.decay_steps")
+    assert isinstance(optimizer, dict)
+    if not isinstance(end, int) or end >= steps or optimizer["min_lr_ratio"]:
+        return ""
+    return (
+        f"The learning rate still ends at step {end}: the {steps - end} steps after it train at rate 0 and change "
+        f"nothing. --horizon {steps} would end it there."
+    )
+
+
+def fork(
+    url: str,
+    where: str,
+    assignments: Sequence[str],
+    *,
+    same_batches: bool,
+    name: str | None,
+    dry_run: bool,
+    rewards: str | None = None,
+) -> int:
+    """``gspo fork JOB@STEP --set KEY=VALUE``: says what it takes before it is made."""
+    job_id, is_given, text = where.partition("@")
+    if not job_id or (is_given and _STEP.fullmatch(text) is None):
+        raise CommandError(f"{where}: write JOB@STEP")
+    step = int(text) if is_given else None
+    changes, given = _assigned(assignments), read_rewards(rewards)
+    if given and not same_batches:
+        raise CommandError("--rewards are of what it is fed: add --same-batches")
+    with connected(url) as client:
+        plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches)
+        begins = "the base model" if plan["from_checkpoint"] is None else f"checkpoint {plan['from_checkpoint']}"
+        fed = f", then {plan['same_batches']} batches of its parent" if same_batches else ""
+        said = f"from {begins}, {plan['replayed_steps']} steps trained again to get to step {plan['step']}{fed}"
+        print(said, file=sys.stderr)
+        if dry_run:
+            return 0
+        job = client.fork(job_id, plan["step"], changes=changes, same_batches=same_batches, rewards=given, name=name)
+    print(job["id"])
+    print(f"follow it with: gspo watch {job['id']}", file=sys.stderr)
+    return 0
+
+
+def retrain(
+    url: str,
+    job_id: str,
+    assignments: Sequence[str],
+    *,
+    first: int | None,
+    last: int | None,
+    rewards: str | None,
+    traces: str | None,
+    name: str | None,
+    dry_run: bool,
+) -> int:
+    """``gspo retrain JOB``: says what it is trained on before it is made."""
+    changes, given, groups = _assigned(assignments), read_rewards(rewards), _read_traces(traces)
+    with connected(url) as client:
+        plan = client.plan_retrain(job_id, first=first, last=last, rewards=given, traces=groups, changes=changes)
+        what = f"{len(groups)} groups of traces" if groups else f"steps {plan['first']} to {plan['last']} of {job_id}"
+        other = f", {plan['rewards']} episodes with another reward" if given else ""
+        print(f"{what}, in {plan['steps']} steps{other}", file=sys.stderr)
+        if dry_run:
+            return 0
+        job = client.retrain(job_id, first=first, last=last, rewards=given, traces=groups, changes=changes, name=name)
+    print(job["id"])
+    print(f"follow it with: gspo watch {job['id']}", file=sys.stderr)
+    return 0
+
+
+def read_rewards(file: str | None) -> dict[str, float]:
+    """By episode. Raises CommandError."""
+    found = _read_json(file)
+    if not isinstance(found, dict) or not all(isinstance(one, int | float) for one in found.values()):
+        raise CommandError(f'{file}: write {{"GROUP/MEMBER": REWARD, ...}}, as gspo rescore --to does')
+    return {episode: float(reward) for episode, reward in found.items() if isinstance(reward, int | float)}
+
+
+def _read_traces(file: str | None) -> list[dict[str, float]]:
+    found = [] if file is None else _read_json(file)
+    groups = found if isinstance(found, list) else [None]
+    if not all(isinstance(one, dict) for one in groups):
+        raise CommandError(f'{file}: write a list of groups, each {{"TRACE": REWARD, ...}}')
+    return [
+        {str(trace): float(str(reward)) for trace, reward in one.items()} for one in groups if isinstance(one, dict)
+    ]
+
+
+def _read_json(file: str | None) -> JSON:
+    try:
+        found: JSON = {} if file is None else json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{file}: {error}") from error
+    return found
+
+
+def _assigned(assignments: Sequence[str]) -> dict[str, JSON]:
+    """By key; values are JSON, and what is none is text."""
+    from gspo_core.log.changes import ImpossibleChange, parse_assignments
+
+    try:
+        return parse_assignments(assignments)
+    except ImpossibleChange as error:
+        raise CommandError(str(error)) from error

@@ -23,15 +23,18 @@ def add(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "name one source: REF, --folder DIR with a REF in it, --openenv, --gym, --reasoning-gym or --mcp"
         )
+    agent = None if arguments.agent is None else _json_object(arguments.agent, "--agent")
     with connected(arguments.url) as client:
-        found = _upload(client, arguments, config) or client.register_environment(
-            arguments.name, _source(arguments, kinds, config)
+        found = _upload(client, arguments, config, agent) or client.register_environment(
+            arguments.name, _source(arguments, kinds, config), agent=agent
         )
     say(*([json.dumps(found)] if arguments.json else _lines(found)))
     return 0
 
 
-def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, JSON]) -> RegisteredEnvironment | None:
+def _upload(
+    client: Client, arguments: argparse.Namespace, config: Mapping[str, JSON], agent: Mapping[str, JSON] | None
+) -> RegisteredEnvironment | None:
     """None: it is no upload."""
     from gspo_core.packed_folder import FolderRefused
 
@@ -43,9 +46,9 @@ def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, 
         raise CommandError("--config: an upload carries its own defaults; write them there")
     try:
         if arguments.folder:
-            return client.upload_folder(arguments.name, ref, arguments.folder)
+            return client.upload_folder(arguments.name, ref, arguments.folder, agent=agent)
         inner = f"{path.name}:{ref.rpartition(':')[2]}"
-        return client.upload_environment(arguments.name, inner, path.read_bytes(), kind="text/x-python")
+        return client.upload_environment(arguments.name, inner, path.read_bytes(), kind="text/x-python", agent=agent)
     except (FolderRefused, OSError) as error:
         raise CommandError(str(error)) from error
 
@@ -120,6 +123,8 @@ def show(arguments: argparse.Namespace) -> int:
         return 0
     say(*_lines(found))
     print(f"    registered {found['created_at'][:16]}Z".replace("T", " ") + f", content {found['digest'][:12]}")
+    if found["agent"] is not None:
+        say(f"    played by an agent: {json.dumps(found['agent'], ensure_ascii=False)}")
     config = found["source"].get("config")
     if config:
         say(f"    config {json.dumps(config, ensure_ascii=False)}")

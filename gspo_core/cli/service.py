@@ -17,14 +17,19 @@ from gspo_core.cli.command import CommandError, CommandParser
 
 if TYPE_CHECKING:
     from gspo_core.cli.finding import Finding
+    from gspo_core.evaluation.policy import LocalPolicies
 
 REGISTRY = "services.launch.commands"
 ABSENT: Mapping[str, str] = {
     "up": "run the whole stack on this machine (needs the service)",
     "launch": "run the whole stack elsewhere (needs the service)",
     "fetch": "fetch a model or a data set of the Hugging Face hub (needs the service)",
+    "snapshot": "keep the data directory in a bucket, and bring it back (needs the service)",
+    "audit-log": "print who changed what over the API (needs the service)",
+    "fsck": "look for damage in a data directory (needs the service)",
     "env serve": "serve an environment over OpenEnv's protocol (needs the service)",
 }
+HOW_TO_INSTALL = "Install gspo-service of the same version, or type `make setup` in a checkout of the project."
 Actions: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
@@ -51,6 +56,8 @@ class Registry(Protocol):
     COMMANDS: Sequence[ServiceCommand]
     CHECKS: str
     """A ``CheckModule``, imported when the doctor is asked."""
+    POLICIES: str
+    """A ``LocalPolicies``, imported when ``gspo eval`` is given a model that is not behind an API."""
 
 
 class CheckModule(Protocol):
@@ -86,6 +93,17 @@ def checks() -> Sequence[Callable[[], Finding]] | None:
     return None if found is None else cast(CheckModule, import_module(found.CHECKS)).CHECKS
 
 
+def local_policies() -> LocalPolicies:
+    """Raises CommandError."""
+    found = registry()
+    if found is None:
+        raise CommandError(
+            f"a model's own engine needs the service, but only the library is installed here. {HOW_TO_INSTALL} Or name "
+            f"an API that speaks OpenAI's chat completions."
+        )
+    return cast("LocalPolicies", import_module(found.POLICIES))
+
+
 def _belongs(name: str, group: str) -> bool:
     return name.rpartition(" ")[0] == group
 
@@ -96,8 +114,7 @@ def _filler(command: ServiceCommand) -> Callable[[argparse.ArgumentParser], None
             module = cast(CommandModule, import_module(command.module))
         except ModuleNotFoundError as error:
             raise CommandError(
-                f"`gspo {command.name}` runs the service, but {error.name} is not installed here: `make setup` in the "
-                f"checkout of the project installs what it needs"
+                f"`gspo {command.name}` runs the service, but {error.name} is not installed here. {HOW_TO_INSTALL}"
             ) from error
         parser.set_defaults(run=module.run)
         module.add_options(parser)
@@ -107,10 +124,7 @@ def _filler(command: ServiceCommand) -> Callable[[argparse.ArgumentParser], None
 
 def _add_absent(actions: Actions, name: str, text: str) -> None:
     def run(_: argparse.Namespace) -> int:
-        raise CommandError(
-            f"`gspo {name}` needs the service, but only the library is installed here. Use a checkout of the project: "
-            f"`make up` there installs what it needs and starts the whole stack, `make setup` only installs."
-        )
+        raise CommandError(f"`gspo {name}` needs the service, but only the library is installed here. {HOW_TO_INSTALL}")
 
     # No word is an option to it: whatever follows, the answer is the same.
     parser = actions.add_parser(name.split()[-1], help=text, prefix_chars="\0", add_help=False)

@@ -43,6 +43,7 @@ class WatchedJob:
     """The problem with it; empty while it stands."""
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+    last_evaluation: Mapping[str, float] = field(default_factory=dict)
     last_step: Mapping[str, float] = field(default_factory=dict)
     step_times_s: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
@@ -61,7 +62,7 @@ class WatchedJob:
             self._take_step(numbers_of(data))
         elif kind == "evaluation":
             # Without a reward/mean when no episode got a reward.
-            held_out = numbers_of(data)
+            self.last_evaluation = held_out = numbers_of(data)
             self.evaluations.append((int(held_out["step"]), held_out.get("reward/mean", math.nan)))
         elif kind == "alert":
             self.notes.append(_note(data))
@@ -164,7 +165,9 @@ def describe(view: WatchedJob, kind: str) -> str:
         return f"{view.job_id}: {view.status}" + (f" ({view.reason})" if view.reason else "")
     if kind == "evaluation":
         at, reward = view.evaluations[-1]
-        return f"held-out reward {reward:.3f} after step {at}"
+        found = view.last_evaluation
+        bounds = f" ({found['reward/low']:.3f} to {found['reward/high']:.3f})" if "reward/low" in found else ""
+        return f"held-out reward {reward:.3f}{bounds} after step {at}"
     if kind in ("alert", "env.health") and view.notes:
         return f"alert: {view.notes[-1]}"
     if kind != "step":

@@ -21,6 +21,7 @@ from gspo_core.env.contract import (
     Session,
     Start,
     Timeouts,
+    Witness,
 )
 from gspo_core.env.functions import from_functions
 from gspo_core.env.loading import NeedsAgent, load_environment
@@ -52,6 +53,7 @@ __all__ = [
     "Timeouts",
     "ToolCall",
     "ToolSchema",
+    "Witness",
     "from_functions",
     "from_trl",
     "load_environment",

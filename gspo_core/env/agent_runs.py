@@ -62,7 +62,7 @@ class AgentRun(Protocol):
 class FunctionRun:
     """``run(task, llm)``. A coroutine function gets an event loop of its own: it may block that without harm."""
 
-    def __init__(self, function: Callable[..., object], *arguments: object, **keywords: object) -> None:
+    def __init__(self, function: Callable[..., object], /, *arguments: object, **keywords: object) -> None:
         self._function, self._arguments, self._keywords = function, arguments, keywords
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[object] | None = None

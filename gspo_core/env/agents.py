@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,29 +37,39 @@ from gspo_core.env.session import as_reward
 from gspo_core.env.tasks import TaskList, read_tasks
 from gspo_core.env.tools import error_text
 from gspo_core.environment_records import Description
+from gspo_core.evidence import RESULT, TASK, gathered
 from gspo_core.json_value import JSON
 from gspo_core.messages import ParsedTurn, ToolSchema
-from gspo_core.types import Split
+from gspo_core.types import NOTHING, Evidence, Split
 
 NO_REWARD = "the agent gave no reward"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStart:
-    """How the agent of a job is started, as its specification says. With neither: a function."""
+    """How the agent of a job is started, as its specification says. With nothing: a function."""
 
     url: str | None = None
     command: Sequence[str] | None = None
+    pull: bool = False
+    """It is not: it fetches the episode by itself."""
+    reward: str | None = None
+    """The function that judges its episodes, where one is named."""
+    judge: Mapping[str, JSON] | None = None
+    """The model that does, as a job has it. Nothing here asks it."""
 
     @classmethod
     def from_json(cls, given: Mapping[str, JSON]) -> AgentStart:
         url, command = given.get("url"), given.get("command")
         words = [str(word) for word in command] if isinstance(command, list | tuple) else None
-        return cls(str(url) if url is not None else None, words)
+        reward = given.get("reward")
+        place, named = str(url) if url is not None else None, str(reward) if reward is not None else None
+        judge = given.get("judge")
+        return cls(place, words, given.get("pull") is True, named, judge if isinstance(judge, dict) else None)
 
     @property
     def is_function(self) -> bool:
-        return self.url is None and self.command is None
+        return self.url is None and self.command is None and not self.pull
 
 
 class AgentEnvironment:
@@ -69,27 +80,43 @@ class AgentEnvironment:
     tools: Sequence[ToolSchema] = ()
 
     def __init__(
-        self, found: object, module: ModuleType, config: Mapping[str, JSON], start: AgentStart, *, name: str
+        self,
+        found: object,
+        module: ModuleType,
+        config: Mapping[str, JSON],
+        start: AgentStart,
+        *,
+        name: str,
+        reward: object = None,
     ) -> None:
+        """``reward``: what ``start.reward`` names."""
         self.name = name
+        if reward is not None and not inspect.isroutine(reward):
+            raise InvalidEnvironment(f"{start.reward} is a {type(reward).__name__}; agent.reward names a function")
+        self._reward: Any = reward
         self.start = start
-        self.home: object = module if start.is_function else found
+        self.found, self.config = found, dict(config)
+        is_played_by_run = start.is_function and callable(getattr(found, "run", None))
+        if is_played_by_run:
+            self._become_run()
+        self.is_function = start.is_function or (start.pull and inspect.isroutine(found))
+        self.home: object = module if self.is_function and not is_played_by_run else self.found
         """What may have ``tasks``, ``get_reward``, ``limits``, ``replayable``, ``reward_range`` and ``hosting``."""
-        self.found = found
-        self.config = dict(config)
         file = getattr(module, "__file__", None)
         self.folder = Path(file).parent if file else Path.cwd()
         self._check()
         self._tasks = {split: self._read_tasks(split) for split in Split}
+        if self.is_function:
+            self.config = {key: value for key, value in self.config.items() if key not in ("tasks", "eval_tasks")}
         if start.is_function:
-            self.config = {key: value for key, value in config.items() if key not in ("tasks", "eval_tasks")}
-            _check_function(found, self.config, name)
+            self.function: Any = self.found.run if is_played_by_run else self.found  # type: ignore[attr-defined]
+            _check_function(self.function, self.config, name)
         if not self.num_tasks(Split.TRAIN):
             raise InvalidEnvironment(f"{name}: an agent needs tasks; {self._where_tasks_are()}")
         self.limits: Mapping[str, JSON] = dict(getattr(self.home, "limits", {}))
         self.replayable = bool(getattr(self.home, "replayable", False))
         self.reward_range = reward_range_of(self.home, name)
-        self.has_judge = callable(getattr(self.home, "get_reward", None))
+        self.has_judge = reward is not None or callable(getattr(self.home, "get_reward", None))
 
     def num_tasks(self, split: Split) -> int:
         return len(self._tasks[split])
@@ -104,13 +131,36 @@ class AgentEnvironment:
         return description(self)
 
     def judge(self) -> Callable[..., object]:
-        """``get_reward`` of the home; of a fresh instance where that is a class."""
+        """The job's function, else ``get_reward`` of the home; of a fresh instance where that is a class."""
+        if self._reward is not None:
+            judge: Callable[..., object] = self._reward
+            return judge
         home: Any = self.home(**self.config) if inspect.isclass(self.home) else self.home
         member: Callable[..., object] = home.get_reward
         return member
 
+    def _become_run(self) -> None:
+        """One instance, made with ``config``, plays all episodes of a process: what it loads is loaded once."""
+        if not inspect.isclass(self.found):
+            return
+        try:
+            inspect.signature(self.found).bind(**self.config)
+        except TypeError as error:
+            raise InvalidEnvironment(
+                f"{self.name}: the config {sorted(self.config)} does not fit its __init__: {error}"
+            ) from None
+        try:
+            self.found = self.found(**self.config)
+        except InvalidEnvironment:
+            raise
+        except ModuleNotFoundError as error:
+            raise InvalidEnvironment(f"{self.name} needs the module {error.name!r}, which is not installed") from error
+        except Exception as error:
+            raise InvalidEnvironment(f"{self.name} cannot be made: {_named(error)}") from error
+        self.config = {}
+
     def _check(self) -> None:
-        if self.start.is_function:
+        if self.is_function:
             return
         if self.config and not inspect.isclass(self.found):
             raise InvalidEnvironment(
@@ -123,7 +173,7 @@ class AgentEnvironment:
 
     def _read_tasks(self, split: Split) -> TaskList:
         holder = self.home
-        if self.start.is_function and "tasks" in self.config:
+        if self.is_function and "tasks" in self.config:
             holder = SimpleNamespace(**{key: self.config.get(key) for key in ("tasks", "eval_tasks")})
         try:
             if inspect.isclass(holder):
@@ -136,14 +186,14 @@ class AgentEnvironment:
 
     def _where_tasks_are(self) -> str:
         beside = "define tasks (a list of dicts) beside the function, or give config.tasks"
-        return beside if self.start.is_function else "give it tasks, a list of dicts"
+        return beside if self.is_function else "give it tasks, a list of dicts"
 
 
 def _check_function(found: object, config: Mapping[str, JSON], name: str) -> None:
     if not inspect.isroutine(found):
         raise InvalidEnvironment(
-            f"{name} is a {type(found).__name__}; an agent is a function run(task, llm), or has agent.url or "
-            "agent.command"
+            f"{name} is a {type(found).__name__}; an agent is a function run(task, llm), a class with such a method, "
+            "or has agent.url, agent.command or agent.pull"
         )
     signature = inspect.signature(found)
     context = {"ctx": None} if "ctx" in signature.parameters else {}
@@ -153,6 +203,10 @@ def _check_function(found: object, config: Mapping[str, JSON], name: str) -> Non
         raise InvalidEnvironment(
             f"{name} cannot be called as run(task, llm{''.join(f', {key}=…' for key in sorted(config))}): {error}"
         ) from None
+
+
+async def _awaited(answer: Awaitable[object]) -> object:
+    return await answer
 
 
 def _named(error: Exception) -> str:
@@ -172,6 +226,8 @@ class AgentEpisode:
         self._running: asyncio.Task[object] | None = None
         self._scratch: Path | None = None
         self.close_failure: str | None = None
+        self.evidence: Evidence = NOTHING
+        self._evidence_bytes = 0
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -191,14 +247,22 @@ class AgentEpisode:
         if self._llm is None or self._running is not None:
             raise RuntimeError("an agent is started once, and after it was offered a policy")
         self._context.task, self._context.seed = task, seed
-        self._scratch = Path(tempfile.mkdtemp(prefix="agent-"))
+        if self._environment.start.pull:
+            return Start((), ())
         try:
-            self._run = self._make_run(task, self._llm, self._scratch)
+            self._run = self._make_run(task, self._llm)
         except AgentFailed as error:
             self._fail(error)
         self._running = asyncio.create_task(self._caller.call(self._run.run, math.inf))
         self._running.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Start((), ())
+
+    async def handed_out(self) -> str:
+        """The task as JSON, for an agent that fetches it. Raises ``EnvironmentFailed``."""
+        try:
+            return json.dumps(dict(self._context.task), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed("task", f"an agent cannot be told this task, which is no JSON: {error}") from error
 
     async def ended(self) -> None:
         """Waits for the agent, however long. Raises ``EnvironmentFailed`` if it failed."""
@@ -209,17 +273,23 @@ class AgentEpisode:
         except Exception as error:
             self._fail(error)
 
+    def keep_evidence(self, most_bytes: int) -> None:
+        self._evidence_bytes = most_bytes
+
     async def score(self) -> tuple[float, dict[str, float]]:
         """By ``get_reward`` where there is one, else what the agent returned. Raises ``EnvironmentFailed``."""
         result = None
         if self._running is not None and self._running.done():
             await self.ended()
             result = self._running.result()
+        if self._evidence_bytes:
+            known = [(TASK, dict(self._context.task)), (RESULT, result)]
+            self.evidence = gathered(known, self._evidence_bytes)
         if self._environment.has_judge:
             result = await self._judged(result)
         elif self._environment.start.url is not None:
             result = result.get("reward") if isinstance(result, Mapping) else None
-        elif self._environment.start.command is not None:
+        elif not self._environment.start.is_function:
             result = None
         if result is None:
             raise EnvironmentFailed("score", NO_REWARD)
@@ -246,26 +316,35 @@ class AgentEpisode:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _make_run(self, task: Mapping[str, JSON], llm: Llm, scratch: Path) -> AgentRun:
+    def _make_run(self, task: Mapping[str, JSON], llm: Llm) -> AgentRun:
         environment = self._environment
         start = environment.start
         if start.url is not None:
             return UrlRun(start.url, task, llm, patience_s=self._limits.reset_timeout_s)
         if start.command is not None:
-            return CommandRun(start.command, task, llm, folder=environment.folder, scratch=scratch)
-        function: Any = environment.found
+            return CommandRun(start.command, task, llm, folder=environment.folder, scratch=self._folder())
+        function = environment.function
         context = {"ctx": self._context} if "ctx" in inspect.signature(function).parameters else {}
         return FunctionRun(function, task, llm, **environment.config, **context)
+
+    def _folder(self) -> Path:
+        """Made when it is needed: few agents write files."""
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="agent-"))
+        return self._scratch
 
     async def _judged(self, result: object) -> object:
         timeout_s = self._limits.score_timeout_s
         self._context.deadline_s = timeout_s
-        offered = {"task": self._context.task, "result": result, "folder": self._scratch, "ctx": self._context}
+        offered = {"task": self._context.task, "result": result, "ctx": self._context}
 
         def judge() -> object:
             member = self._environment.judge()
             names = inspect.signature(member).parameters
-            return member(**{name: value for name, value in offered.items() if name in names})
+            if "folder" in names and self._running is not None:
+                offered["folder"] = self._folder()
+            judged = member(**{name: value for name, value in offered.items() if name in names})
+            return asyncio.run(_awaited(judged)) if inspect.isawaitable(judged) else judged
 
         try:
             return await self._judging.call(judge, timeout_s)

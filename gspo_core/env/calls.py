@@ -50,7 +50,7 @@ class MemberCaller:
         return self._jobs is not None
 
     async def call(
-        self, function: Callable[P, T | Awaitable[T]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[P, T | Awaitable[T]], timeout_s: float, /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """The result of ``function``, which may be sync or async. Raises what it raises, or ``DeadlineExceeded``."""
         import inspect

@@ -6,19 +6,21 @@ Rule: what the policy's own action caused is an observation or a stop reason; wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from gspo_core.env.agent_runs import Llm
+from gspo_core.env.reported import check_name, check_room, check_size
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
-from gspo_core.types import Split, StopReason
+from gspo_core.types import Evidence, Split, StopReason
 
 Phase: TypeAlias = Literal[
     "agent", "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host",
-    "replay", "connection", "engine", "unexpected", "capacity", "images",
+    "replay", "connection", "engine", "unexpected", "capacity", "images", "judge",
 ]  # fmt: skip
 """Where an attempt at an episode failed. An environment of another release may name another place."""
 
@@ -137,11 +139,29 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class Witness(Protocol):
+    """A session that can tell what its reward was made from."""
+
+    def keep_evidence(self, most_bytes: int) -> None:
+        """Before ``score``, which then keeps up to so many bytes."""
+        ...
+
+    @property
+    def evidence(self) -> Evidence:
+        """After ``score``."""
+        ...
+
+
 class AgentSession(Session, Protocol):
     """One episode that an agent plays: ``start`` begins it, and it asks elsewhere for its turns. It never ``act``s."""
 
     def offer(self, llm: Llm) -> None:
         """Before ``start``: where the agent asks for its turns."""
+        ...
+
+    async def handed_out(self) -> str:
+        """After ``start``: the task as JSON, for an agent that fetches it. Raises ``EnvironmentFailed``."""
         ...
 
     async def ended(self) -> None:
@@ -216,10 +236,29 @@ class Context:
     on_log: Callable[[str, Mapping[str, JSON]], None] | None = None
     deadline_s: float = 0.0
     """Seconds that the phase which is running was given."""
+    turn_reward: float | None = None
+    """What the turn that is being answered was paid so far."""
+    is_in_turn: bool = False
+
+    def reward(self, value: float) -> None:
+        """Pay the policy for the turn that is being answered; what a turn is paid adds up, and ``get_reward`` does not
+        repeat it."""
+        if not self.is_in_turn:
+            raise RuntimeError("ctx.reward pays a turn, and none is being answered")
+        if not math.isfinite(value):
+            raise ValueError(f"a reward is a finite number, not {value}")
+        check_size("the reward of a turn", value)
+        self.turn_reward = (self.turn_reward or 0.0) + float(value)
 
     def metric(self, name: str, value: float) -> None:
-        """Report a number with the outcome of this episode; the last value of a name counts."""
-        self.metrics[name] = float(value)
+        """Report a number with the outcome of this episode; the last value of a name counts.
+
+        Raises ``BeyondBounds`` for a name, a number, or a count of them beyond those of ``gspo_core.env.reported``."""
+        number = float(value)
+        check_name(name)
+        check_size(name, number)
+        check_room(name, self.metrics)
+        self.metrics[name] = number
 
     def log(self, text: str, **fields: JSON) -> None:
         if self.on_log is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from types import FunctionType
 
 from gspo_core.env.tools import Bound, Tool, error_text, result_content
 from gspo_core.json_value import JSON
@@ -23,6 +24,10 @@ class Dialect:
     def is_tool(self, member: object) -> bool:
         """Whether a public member, as it stands in the class, is a tool."""
         return inspect.isfunction(member) or isinstance(member, classmethod)
+
+    def tool(self, name: str, function: FunctionType) -> Tool:
+        """A public method as the policy is told of it."""
+        return Tool.of(name, function)
 
     def bind(self, tool: Tool, arguments: JSON) -> Bound:
         """The keywords of a call. Raises ``ArgumentError``."""

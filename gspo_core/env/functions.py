@@ -23,7 +23,8 @@ class Call:
     """One call that the policy made and that came back."""
 
     name: str
-    arguments: Mapping[str, JSON]
+    arguments: Mapping[str, object]
+    """As the function was given them: of the types that it declares."""
     result: object = None
     error: Exception | None = None
     """Raised by the function, which then has no result."""
@@ -78,7 +79,7 @@ class _Functions:
 
 def _as_method(function: FunctionType) -> Callable[..., object]:
     @functools.wraps(function)
-    def call(self: _Functions, **arguments: JSON) -> object:
+    def call(self: _Functions, **arguments: object) -> object:
         try:
             result = function(**arguments)
         except Exception as error:
@@ -88,7 +89,7 @@ def _as_method(function: FunctionType) -> Callable[..., object]:
         return result
 
     @functools.wraps(function)
-    async def call_async(self: _Functions, **arguments: JSON) -> object:
+    async def call_async(self: _Functions, **arguments: object) -> object:
         try:
             result = await function(**arguments)
         except Exception as error:

@@ -41,7 +41,8 @@ def load_environment(
     """
     module, found = _find(ref)
     if agent is not None:
-        return AgentEnvironment(found, module, config or {}, agent, name=ref)
+        reward = None if agent.reward is None else _find(agent.reward)[1]
+        return AgentEnvironment(found, module, config or {}, agent, name=ref, reward=reward)
     return _as_environment(ref, found, dict(config or {}), system_prompt)
 
 
@@ -71,7 +72,7 @@ def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_
     adapter = getattr(found, "as_environment", None)
     if adapter is not None:  # a world that is no class of tools, e.g. a foreign server
         return _adapted(ref, adapter, config)
-    if inspect.iscoroutinefunction(found):
+    if _owns_its_loop(found):
         raise NeedsAgent(
             f"{ref} is a function that owns its loop, an agent: write `agent: {{}}` beside its ref in the job, or name "
             "a class whose public methods are tools"
@@ -79,6 +80,13 @@ def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_
     if not callable(found):
         raise InvalidEnvironment(f"{ref} is a {type(found).__name__}, not a class")
     return PlainEnvironment(found, config, name=ref, use_docstring=system_prompt == "docstring")
+
+
+def _owns_its_loop(found: object) -> bool:
+    """An agent: ``run(task, llm)``. An async one may name them as it likes, since no factory is async."""
+    if inspect.iscoroutinefunction(found):
+        return True
+    return inspect.isfunction(found) and list(inspect.signature(found).parameters)[:2] == ["task", "llm"]
 
 
 def _adapted(ref: str, adapter: Callable[..., Environment], config: Mapping[str, JSON]) -> Environment:

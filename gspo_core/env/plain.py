@@ -31,7 +31,7 @@ from gspo_core.types import Split
 RESERVED_NAMES = frozenset(
     {
         *("tasks", "num_tasks", "eval_tasks", "num_eval_tasks", "reset", "get_reward", "done", "close", "limits"),
-        *("snapshot", "restore", "on_message", "replayable", "reward_range"),
+        *("snapshot", "restore", "on_message", "replayable", "reward_range", "end_state"),
     }
 )
 """Never tools, like every name that begins with an underscore."""
@@ -102,6 +102,9 @@ class PlainEnvironment:
                 raise InvalidEnvironment(f"{self.name} needs a method {member}(); see environments/README.md")
         if hasattr(self.cls, "snapshot") != hasattr(self.cls, "restore"):
             raise InvalidEnvironment(f"{self.name}: define both snapshot() and restore(state), or neither")
+        kept = getattr(self.cls, "end_state", ())
+        if not isinstance(kept, list | tuple) or not all(isinstance(one, str) for one in kept):
+            raise InvalidEnvironment(f"{self.name}: end_state is a list of the attributes to keep, not {kept!r}")
         if inspect.isclass(self._factory):
             try:
                 inspect.signature(self.cls).bind(**self._config)
@@ -155,7 +158,7 @@ def _find_tools(cls: type, dialect: Dialect) -> list[Tool]:
             continue
         static = inspect.getattr_static(cls, name)
         if dialect.is_tool(static):
-            tools.append(Tool.of(name, getattr(static, "__func__", static)))
+            tools.append(dialect.tool(name, getattr(static, "__func__", static)))
     return tools
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -18,13 +19,16 @@ from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import Context, EnvironmentFailed, Observation, Phase, PhaseLimits, Start
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import first_messages
-from gspo_core.env.tools import ArgumentError, Choice, Tool, error_text
+from gspo_core.env.reported import BeyondBounds, check_all, check_size
+from gspo_core.env.tools import ArgumentError, Tool, error_text
+from gspo_core.evidence import MESSAGES, TASK, gathered, state_of
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ParsedTurn, ToolCall, ToolSchema
-from gspo_core.types import StopReason
+from gspo_core.types import NOTHING, Evidence, StopReason
 
 T = TypeVar("T")
-Keyword: TypeAlias = Choice | Context
+Keyword: TypeAlias = object
+"""Of a member: read from JSON as its hint says, or a ``Context``."""
 
 _LENGTH = struct.Struct("<I")
 """Length of the part of a snapshot before the author's state."""
@@ -61,6 +65,8 @@ class PlainSession:
         """A member is still running although its time is over: the instance must not be touched again."""
         self._closed = False
         self.close_failure: str | None = None
+        self.evidence: Evidence = NOTHING
+        self._evidence_bytes = 0
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -86,10 +92,15 @@ class PlainSession:
     async def act(self, turn: ParsedTurn) -> Observation:
         if self._lost or self._instance is None:
             raise RuntimeError("this session cannot act: it has not started, or its instance is lost")
-        self._context.messages.append(_said(turn))
-        observation = await (self._answer_all(turn.calls) if turn.calls else self._reply(turn.text))
-        self._context.messages.extend(observation.messages)
-        return observation
+        context = self._context
+        context.messages.append(_said(turn))
+        context.turn_reward, context.is_in_turn = None, True
+        try:
+            observation = await (self._answer_all(turn.calls) if turn.calls else self._reply(turn.text))
+        finally:
+            context.is_in_turn = False
+        context.messages.extend(observation.messages)
+        return replace(observation, reward=context.turn_reward)
 
     async def _answer_all(self, calls: Sequence[ToolCall]) -> Observation:
         messages: list[Message] = []
@@ -103,10 +114,29 @@ class PlainSession:
             return Observation(messages, done=True, stop_reason=StopReason.ENV_DONE)
         return Observation(messages)
 
+    def keep_evidence(self, most_bytes: int) -> None:
+        self._evidence_bytes = most_bytes
+
+    def _look(self) -> None:
+        """Before the reward is computed, which may change the instance."""
+        if not self._evidence_bytes or self._instance is None:
+            return
+        chosen = getattr(self._environment.cls, "end_state", None)
+        values = [(TASK, dict(self._context.task)), *state_of(self._instance, chosen)]
+        if self._reads_messages:
+            values.append((MESSAGES, list(self._context.messages)))
+        self.evidence = gathered(values, self._evidence_bytes)
+
+    @property
+    def _reads_messages(self) -> bool:
+        judge = getattr(self._instance, "get_reward", None)
+        return judge is None or "ctx" in inspect.signature(judge).parameters
+
     async def score(self) -> tuple[float, dict[str, float]]:
         if self._lost:  # the policy broke it, so it does not escape its reward
             low = self._environment.reward_range[0] if self._environment.reward_range else 0.0
             return low, {}
+        self._look()
         timeout_s = self._limits.score_timeout_s
         return as_reward(await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s)))
 
@@ -115,6 +145,8 @@ class PlainSession:
             return None
         timeout_s = self._limits.step_timeout_s
         state = await self._or_fail("snapshot", timeout_s, self._call_member("snapshot", timeout_s))
+        if state is None:  # there is none of this turn, e.g. because it would be too large
+            return None
         if not isinstance(state, bytes):
             raise EnvironmentFailed("snapshot", f"snapshot() must return bytes, not {type(state).__name__}")
         context = self._context
@@ -227,7 +259,9 @@ class PlainSession:
         reading = self._caller.call(getattr, timeout_s, self._instance, "done", False)
         return bool(await self._or_fail("done", timeout_s, reading))
 
-    async def _call_member(self, name: str, timeout_s: float, *arguments: str | bytes, **keywords: Keyword) -> object:
+    async def _call_member(
+        self, name: str, timeout_s: float, /, *arguments: str | bytes, **keywords: Keyword
+    ) -> object:
         member = getattr(self._instance, name)
         self._context.deadline_s = timeout_s
         if "ctx" in inspect.signature(member).parameters:
@@ -268,6 +302,10 @@ def as_reward(value: object, whose: str = "get_reward()") -> tuple[float, dict[s
     numbers = {str(name): _number(name, part) for name, part in parts.items()}
     if isinstance(value, Mapping) and not numbers:
         raise EnvironmentFailed("score", f"{whose} is an empty dict")
+    try:
+        check_all(numbers)
+    except BeyondBounds as error:
+        raise EnvironmentFailed("score", f"{whose}: {error}") from None
     return (math.fsum(numbers.values()) if numbers else _number(whose, value)), numbers
 
 
@@ -278,4 +316,8 @@ def _number(name: str, value: object) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise EnvironmentFailed("score", f"{name} is {number}, not a finite number")
+    try:
+        check_size(name, number)
+    except BeyondBounds as error:
+        raise EnvironmentFailed("score", str(error)) from None
     return number

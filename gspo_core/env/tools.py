@@ -6,18 +6,26 @@ Text for the policy is short and free of tracebacks, addresses and paths, becaus
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import enum
 import inspect
 import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from gspo_core.env.contract import InvalidEnvironment
+from gspo_core.env.docstrings import read_docstring
+from gspo_core.env.hints import Hint, HintError, Read, description_in, hint_of, json_type
+from gspo_core.env.pydantic_hints import field_in
 from gspo_core.json_value import JSON
 from gspo_core.messages import Content, ParameterSchema, ToolSchema
 
@@ -26,24 +34,8 @@ HIDDEN_PARAMETERS = frozenset({"self", "cls", "ctx"})
 # Long enough for a sentence that helps, short enough not to fill a context with one mistake.
 MAX_ERROR_CHARS = 400
 
-_JSON_TYPES: dict[type, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    list: "array",
-    tuple: "array",
-    dict: "object",
-    type(None): "null",
-}
-_ARGUMENT_LINE = re.compile(r"^(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-_SECTION_LINE = re.compile(r"^(Returns?|Raises|Yields?|Examples?|Notes?|Attributes|See Also)\s*:\s*$")
-
-
-Choice: TypeAlias = JSON | enum.Enum
-Bound: TypeAlias = dict[str, Choice]
-"""The keywords of a call."""
-Choices: TypeAlias = Mapping[JSON, Choice]
+Bound: TypeAlias = dict[str, object]
+"""The keywords of a call: each of the type that its hint says."""
 
 
 class ArgumentError(Exception):
@@ -55,11 +47,9 @@ class Parameter:
     name: str
     schema: ParameterSchema
     required: bool
-    accepts_none: bool
-    none_if_absent: bool
-    """Optional and without a default: the member gets None when the policy leaves it out."""
-    choices: Choices | None = None
-    """JSON value to Python value, for enumerations and literals."""
+    read: Read
+    if_absent: Callable[[], object] | None
+    """What the member gets when the policy leaves it out and the member's own default does not say."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +65,24 @@ class Tool:
 
     @classmethod
     def of(cls, name: str, function: FunctionType) -> Tool:
-        description, texts = _read_docstring(function)
+        text = read_docstring(function)
         signature = inspect.signature(function)
+        definitions: dict[str, ParameterSchema] = {}
         parameters = tuple(
-            _parameter(parameter, function, texts.get(parameter.name, ""))
+            _parameter(parameter, function, text.parameters.get(parameter.name, ""), definitions)
             for parameter in signature.parameters.values()
             if parameter.name not in HIDDEN_PARAMETERS and parameter.kind not in (parameter.VAR_KEYWORD,)
         )
+        arguments: ParameterSchema = {
+            "type": "object",
+            "properties": {parameter.name: {**parameter.schema} for parameter in parameters},
+            "required": [parameter.name for parameter in parameters if parameter.required],
+        }
+        if definitions:
+            arguments["$defs"] = definitions
         schema: ToolSchema = {
             "type": "function",
-            "function": {
-                "name": name,
-                "description": description,
-                "parameters": {
-                    "type": "object",
-                    "properties": {parameter.name: {**parameter.schema} for parameter in parameters},
-                    "required": [parameter.name for parameter in parameters if parameter.required],
-                },
-            },
+            "function": {"name": name, "description": text.description, "parameters": arguments},
         }
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         return cls(name, schema, parameters, inspect.Parameter.VAR_KEYWORD in kinds, "ctx" in signature.parameters)
@@ -102,7 +92,7 @@ class Tool:
         if isinstance(arguments, str):  # some models write the object as a string
             arguments = _decode_once_more(arguments)
         if not isinstance(arguments, dict):
-            raise ArgumentError(f"arguments must be an object, not {_json_type(arguments)}")
+            raise ArgumentError(f"arguments must be an object, not {json_type(arguments)}")
         known = {parameter.name for parameter in self.parameters}
         for name in arguments:
             if (name not in known and not self.open_ended) or name in HIDDEN_PARAMETERS:
@@ -110,11 +100,11 @@ class Tool:
         bound: Bound = {name: value for name, value in arguments.items() if name not in known}
         for parameter in self.parameters:
             if parameter.name in arguments:
-                bound[parameter.name] = _convert(parameter, arguments[parameter.name])
+                bound[parameter.name] = _read(parameter, arguments[parameter.name])
             elif parameter.required:
                 raise ArgumentError(f"{self.name} needs the argument {parameter.name!r}")
-            elif parameter.none_if_absent:
-                bound[parameter.name] = None
+            elif parameter.if_absent is not None:
+                bound[parameter.name] = parameter.if_absent()
         return bound
 
 
@@ -136,6 +126,18 @@ def _plain_value(value: object) -> JSON:
     if hasattr(value, "tolist"):  # numpy and torch, without importing either
         plain: JSON = value.tolist()
         return plain
+    if hasattr(value, "model_dump"):  # pydantic
+        dumped: JSON = value.model_dump(mode="json")
+        return dumped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        member: JSON = value.value
+        return member
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, uuid.UUID | Path):
+        return str(value)
     raise TypeError(f"the result contains a value of type {type(value).__name__}, which is not JSON")
 
 
@@ -156,49 +158,44 @@ def _decode_once_more(text: str) -> JSON:
     return value
 
 
-def _json_type(value: Choice) -> str:
-    return _JSON_TYPES.get(type(value), type(value).__name__)
+def _read(parameter: Parameter, value: JSON) -> object:
+    try:
+        return parameter.read(value, parameter.name)
+    except HintError as error:
+        raise ArgumentError(_clean(str(error))) from None
+    except RecursionError:
+        raise ArgumentError(f"{parameter.name} is nested too deeply") from None
 
 
-def _convert(parameter: Parameter, value: JSON) -> Choice:
-    if value is None and parameter.accepts_none:
-        return None
-    if parameter.choices is not None:
-        for choice, member in parameter.choices.items():
-            if choice == value and type(choice) is type(value):
-                return member
-        raise ArgumentError(f"{parameter.name} must be one of {list(parameter.choices)}, not {value!r}")
-    wanted = parameter.schema.get("type")
-    if wanted is None:
-        return value
-    wanted = [wanted] if isinstance(wanted, str) else wanted
-    given = _json_type(value)
-    if given in wanted:
-        return value
-    if type(value) is int and "number" in wanted:
-        return float(value)
-    if type(value) is float and "integer" in wanted and value.is_integer():
-        return int(value)
-    raise ArgumentError(f"{parameter.name} must be {' or '.join(wanted)}, not {given}")
+def _none() -> None:
+    return None
 
 
-def _parameter(parameter: inspect.Parameter, function: FunctionType, text: str) -> Parameter:
+def _parameter(
+    parameter: inspect.Parameter, function: FunctionType, text: str, definitions: dict[str, ParameterSchema]
+) -> Parameter:
+    """``definitions`` receives what its schema refers to."""
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         raise InvalidEnvironment(
             f"{function.__qualname__}: tools are called by keyword, but {parameter.name!r} is positional only"
         )
-    schema, accepts_none, choices = _annotation_schema(_resolve(parameter, function))
-    if text:
-        schema["description"] = text
+    annotation = _resolve(parameter, function)
+    field = field_in(parameter.default)
     has_default = parameter.default is not parameter.empty
-    return Parameter(
-        name=parameter.name,
-        schema=schema,
-        required=not has_default and not accepts_none,
-        accepts_none=accepts_none,
-        none_if_absent=accepts_none and not has_default,
-        choices=choices,
-    )
+    if_absent: Callable[[], object] | None = None
+    if field is not None:  # `x: int = Field(3, ge=1)`: the function would get the Field itself
+        annotation = Annotated[annotation, field]
+        has_default = not field.is_required()
+        if_absent = partial(field.get_default, call_default_factory=True)
+    hint = _understood(annotation, parameter, function)
+    schema: ParameterSchema = {**hint.schema}
+    if text or description_in(annotation):
+        schema["description"] = text or description_in(annotation)
+    definitions |= hint.definitions
+    if hint.accepts_none and not has_default:
+        if_absent = _none
+    required = not has_default and not hint.accepts_none
+    return Parameter(parameter.name, schema, required, hint.read, None if required else if_absent)
 
 
 def _resolve(parameter: inspect.Parameter, function: FunctionType) -> Any:
@@ -207,81 +204,29 @@ def _resolve(parameter: inspect.Parameter, function: FunctionType) -> Any:
         return Any
     holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     try:
-        return typing.get_type_hints(holder, globalns=inspect.unwrap(function).__globals__)[parameter.name]
+        names = inspect.unwrap(function).__globals__
+        return typing.get_type_hints(holder, globalns=names, include_extras=True)[parameter.name]
     except NameError as error:
+        raise _unresolved(parameter, function, error) from None
+
+
+def _understood(annotation: Any, parameter: inspect.Parameter, function: FunctionType) -> Hint:
+    try:
+        return hint_of(annotation)
+    except NameError as error:
+        raise _unresolved(parameter, function, error) from None
+    except ModuleNotFoundError as error:
         raise InvalidEnvironment(
-            f"{function.__qualname__}: the type hint of {parameter.name!r} cannot be resolved ({error}); "
-            "it must be importable when the environment runs, not only for type checkers"
+            f"{function.__qualname__}: the type hint of {parameter.name!r} needs {error.name}: import it in that module"
+        ) from None
+    except Exception as error:  # pydantic's and the author's own
+        raise InvalidEnvironment(
+            f"{function.__qualname__}: the type hint of {parameter.name!r} cannot be read from JSON: {error}"
         ) from None
 
 
-def _annotation_schema(hint: Any) -> tuple[ParameterSchema, bool, Choices | None]:
-    """JSON schema of a type hint, whether None is accepted, and its choices if it is an enumeration."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _annotation_schema(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return _union_schema(arguments)
-    if origin is typing.Literal:
-        return _choices_schema({value: value for value in arguments})
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _choices_schema({member.value: member for member in hint})
-    name = _JSON_TYPES.get(origin or hint)
-    if name is None:
-        return {}, False, None
-    schema: ParameterSchema = {"type": name}
-    if name == "array" and arguments and (items := _annotation_schema(arguments[0])[0]):
-        schema["items"] = items
-    if name == "object" and len(arguments) == 2 and (values := _annotation_schema(arguments[1])[0]):
-        schema["additionalProperties"] = values
-    return schema, False, None
-
-
-def _union_schema(arguments: tuple[Any, ...]) -> tuple[ParameterSchema, bool, Choices | None]:
-    members = [argument for argument in arguments if argument is not type(None)]
-    optional = len(members) < len(arguments)
-    if len(members) == 1:
-        schema, inner, choices = _annotation_schema(members[0])
-        return schema, optional or inner, choices
-    schemas = [_annotation_schema(member)[0] for member in members]
-    if all(list(schema) == ["type"] and isinstance(schema["type"], str) for schema in schemas):
-        return {"type": [str(schema["type"]) for schema in schemas]}, optional, None
-    return {"anyOf": schemas}, optional, None
-
-
-def _choices_schema(choices: Choices) -> tuple[ParameterSchema, bool, Choices]:
-    names = list(dict.fromkeys(_json_type(value) for value in choices if value is not None))
-    return {"type": names[0] if len(names) == 1 else names, "enum": list(choices)}, None in choices, choices
-
-
-def _read_docstring(function: FunctionType) -> tuple[str, dict[str, str]]:
-    """Description (up to the first blank line) and the texts of the Google-style ``Args:`` section."""
-    lines = (inspect.getdoc(function) or "").splitlines()
-    description: list[str] = []
-    for line in lines:
-        if not line.strip() or line.strip() in ("Args:", "Arguments:"):
-            break
-        description.append(line.strip())
-    return " ".join(description), _argument_texts(lines)
-
-
-def _argument_texts(lines: list[str]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    header = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), None)
-    if header is None:
-        return texts
-    depth = len(lines[header]) - len(lines[header].lstrip())
-    name, name_depth = "", None
-    for line in lines[header + 1 :]:
-        indent = len(line) - len(line.lstrip())
-        if not line.strip():
-            continue
-        if indent <= depth or _SECTION_LINE.match(line.strip()):
-            break
-        found = _ARGUMENT_LINE.match(line.strip())
-        if found and (name_depth is None or indent <= name_depth):
-            name, name_depth = found[1].lstrip("*"), indent
-            texts[name] = found[2].strip()
-        elif name:
-            texts[name] = f"{texts[name]} {line.strip()}".strip()
-    return texts
+def _unresolved(parameter: inspect.Parameter, function: FunctionType, error: NameError) -> InvalidEnvironment:
+    return InvalidEnvironment(
+        f"{function.__qualname__}: the type hint of {parameter.name!r} cannot be resolved ({error}); "
+        "it must be importable when the environment runs, not only for type checkers"
+    )

@@ -1,16 +1,20 @@
 """TRL's environments unchanged, answered in TRL's words: ``environment = from_trl(WordleEnv, dataset=rows)``.
 
-Rule: what a policy reads is what TRL 1.16 gives it (results by ``str``, errors as ``{'error': ...}``, no docstring in
-the prompt, no call ids), so that prompts are the same. TRL itself is neither imported nor needed.
+Rule: what a policy reads is what TRL 1.16 gives it (schemas by transformers, results by ``str``, errors as
+``{'error': ...}``, no docstring in the prompt, no call ids), so that prompts are the same. TRL itself is neither
+imported nor needed.
 Differences that stay: one instance per episode instead of a pool, calls in their order, and our reserved names are no
 tools. A class can also be named directly in a job; then it is answered in our words.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
@@ -25,7 +29,8 @@ from gspo_core.env.contract import (
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.session import PlainSession, as_reward
-from gspo_core.env.tools import ArgumentError, Bound, Tool
+from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool
+from gspo_core.env.trl_schema import trl_schema
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema
@@ -48,6 +53,10 @@ class TrlDialect(Dialect):
 
     def is_tool(self, member: object) -> bool:
         return inspect.isfunction(member) or isinstance(member, staticmethod)
+
+    def tool(self, name: str, function: FunctionType) -> Tool:
+        schema = trl_schema(name, function, HIDDEN_PARAMETERS)
+        return dataclasses.replace(super().tool(name, function), schema=schema)
 
     def bind(self, tool: Tool, arguments: JSON) -> Bound:
         """As they are: TRL checks no types, so a wrong one reads as the error of the method."""
@@ -75,8 +84,9 @@ class TrlDialect(Dialect):
 
 
 def from_trl(
-    environment_factory: Factory,
+    environment_factory: Factory | None = None,
     *,
+    tools: Sequence[FunctionType] = (),
     dataset: Sequence[Mapping[str, JSON]] | None = None,
     eval_dataset: Sequence[Mapping[str, JSON]] = (),
     reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
@@ -84,7 +94,18 @@ def from_trl(
 ) -> TrlEnvironment:
     """An environment of what ``GRPOTrainer`` takes under the same names."""
     functions = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
-    return TrlEnvironment(environment_factory, dataset, eval_dataset, functions, name)
+    if environment_factory is None:
+        if dataset is None or not functions:
+            raise InvalidEnvironment(f"{name}: without environment_factory, a dataset and reward_funcs are needed")
+        environment_factory = _Stateless
+    return TrlEnvironment(environment_factory, tools, dataset, eval_dataset, functions, name)
+
+
+class _Stateless:
+    """Where tools are functions alone."""
+
+    def reset(self, **row: JSON) -> None:
+        pass
 
 
 class TrlEnvironment:
@@ -95,6 +116,7 @@ class TrlEnvironment:
     def __init__(
         self,
         factory: Factory,
+        tools: Sequence[FunctionType],
         dataset: Sequence[Mapping[str, JSON]] | None,
         eval_dataset: Sequence[Mapping[str, JSON]],
         reward_functions: Sequence[RewardFunction],
@@ -102,6 +124,7 @@ class TrlEnvironment:
     ) -> None:
         self.name = name
         self.reward_functions = reward_functions
+        self._functions = {function.__name__: function for function in tools}
         self.has_several = isinstance(factory, Mapping)
         factories = factory if isinstance(factory, Mapping) else {"": factory}
         self.environments = {key: self._wrap(key, made) for key, made in factories.items()}
@@ -152,8 +175,20 @@ class TrlEnvironment:
 
     def _wrap(self, key: str, factory: Callable[[], object]) -> PlainEnvironment:
         name = f"{self.name}/{key}" if key else self.name
-        judged_elsewhere = bool(self.reward_functions)
-        return PlainEnvironment(factory, {}, name=name, dialect=TrlDialect(), judged_elsewhere=judged_elsewhere)
+        judged_elsewhere, dialect = bool(self.reward_functions), TrlDialect()
+        made_by = partial(_with_functions, factory, self._functions) if self._functions else factory
+        environment = PlainEnvironment(made_by, {}, name=name, dialect=dialect, judged_elsewhere=judged_elsewhere)
+        own = {name: dialect.tool(name, function) for name, function in self._functions.items()}
+        environment.tools_by_name = {**own, **environment.tools_by_name}
+        return environment
+
+
+def _with_functions(factory: Callable[[], object], functions: Mapping[str, FunctionType]) -> object:
+    """An instance that also has the functions, which are called as they are."""
+    instance = factory()
+    for name, function in functions.items():
+        setattr(instance, name, function)
+    return instance
 
 
 class TrlSession(PlainSession):
@@ -174,6 +209,7 @@ class TrlSession(PlainSession):
     async def score(self) -> tuple[float, dict[str, float]]:
         if self._lost:
             return await super().score()
+        self._look()
         values: dict[str, object] = {
             function.__name__: await self._judge(function) for function in self._trl.reward_functions
         }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from gspo_core.batch.packing import Packing
+from gspo_core.learner.context import Context
 
 PACKED = "gspo_packed"
 # Arguments that models pass but that do not change plain causal attention.
@@ -37,23 +38,31 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
+    split: Context | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **others: Tensor | float | str | None,
 ) -> tuple[Tensor, None]:
-    """Attention of (1, heads, tokens, width) queries, each with the keys up to it in its own sequence."""
+    """Attention of (1, heads, tokens, width) queries, each with the keys up to it in its own sequence.
+
+    With `split` the tokens are this rank's part of the packing, and so are those of the result.
+    """
     unknown = sorted(name for name, given in others.items() if not _is_off(given) and name not in _HARMLESS)
     if unknown or dropout or attention_mask is not None:
         what = unknown or (["dropout"] if dropout else ["attention_mask"])
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(what)}, which packed attention ignores")
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
-    if query.is_cuda:
+    if query.is_cuda or split is not None:
         # under autocast, normed queries are float32 while values are half precision
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if value.dtype in (torch.bfloat16, torch.float16):
-            return _by_kernel(query, key, value, packing, scaling, window), None
-    return torch.cat(_by_pieces(query, key, value, packing, scaling, window), dim=2).transpose(1, 2), None
+    if split is not None:
+        query, key, value = split.all_tokens(query, key, value, packing.num_tokens)
+    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+        output = _by_kernel(query, key, value, packing, scaling, window)
+    else:
+        output = torch.cat(_by_pieces(query, key, value, packing, scaling, window), dim=2).transpose(1, 2)
+    return output if split is None else split.own_tokens(output), None
 
 
 def _is_off(argument: Tensor | float | str | None) -> bool:

@@ -60,6 +60,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits_NV = _logits(hidden[rows], matrix, bias, temperatures_N[rows], wide)
             normalizers_N[rows] = torch.logsumexp(logits_NV, -1)
             logprobs_N[rows] = logits_NV.gather(-1, targets_N[rows, None]).squeeze(-1) - normalizers_N[rows]
+            del logits_NV  # before the next chunk is made
         ctx.save_for_backward(hidden, head, bias, targets_N, temperatures_N, normalizers_N)
         ctx.chunk_tokens = chunk_tokens
         return logprobs_N
@@ -76,8 +77,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             # d logprob / d logits = onehot - softmax
             scaled = (grad_N[rows] / temperatures_N[rows].to(wide))[:, None]
-            logits_NV = _logits(hidden[rows], matrix, bias, temperatures_N[rows], wide)
-            grad_NV = logits_NV.sub_(normalizers_N[rows, None]).exp_().mul_(-scaled)
+            grad_NV = _logits(hidden[rows], matrix, bias, temperatures_N[rows], wide)
+            grad_NV.sub_(normalizers_N[rows, None]).exp_().mul_(-scaled)
             grad_NV.scatter_add_(-1, targets_N[rows, None], scaled)
             if grad_bias is not None:
                 grad_bias += grad_NV.sum(0)
@@ -89,6 +90,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                     grad_head.addmm_(grad_NV.t(), hidden[rows])
                 else:
                     grad_head += grad_NV.t() @ hidden[rows]
+            del grad_NV
         return (
             grad_hidden,
             None if grad_head is None else grad_head.to(head.dtype),

@@ -8,12 +8,12 @@ code. It does not handle versions or manifests.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_core.batch import Layout
 from gspo_core.learner.attention import PACKED
+from gspo_core.learner.policy import UnsupportedModel
+from gspo_core.learner.skeleton import MissingWeights, Skeleton, fill, skeleton_of
+from gspo_core.learner.weight_files import UnreadableWeights, WeightFiles
 from gspo_core.model_files import HEAD_SETTINGS
 
 if TYPE_CHECKING:
@@ -33,43 +36,81 @@ if TYPE_CHECKING:
 # Files copied besides the weights: configuration, tokenizer, chat template.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
-_SAMPLE_BYTES = 2**20
+_CONFIG = "config.json"
 
 # transformers patches its own methods while loading. Overlapping loads can leave them patched for good, and then no
 # model in the process ties its embedding to its head.
 _LOADING = threading.Lock()
 
 
-class UnsupportedModel(ValueError):
-    """This learner cannot train the model."""
-
-
 def load_model(model_dir: Path, layout: Layout) -> PreTrainedModel:
     """Load a causal language model with float32 weights in evaluation mode: policy and engine use no dropout."""
+    source = open_model(model_dir)
+    skeleton = make_skeleton(source, layout)
+    fill_skeleton(source, skeleton, torch.device("cpu"))
+    return skeleton.model
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory with the headers of its weight files read."""
+
+    model_dir: Path
+    files: WeightFiles
+
+
+def open_model(model_dir: Path) -> ModelSource:
     if not (model_dir / "config.json").is_file():
         raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
     try:
+        return ModelSource(model_dir, WeightFiles(model_dir))
+    except UnreadableWeights as error:
+        raise UnsupportedModel(str(error)) from error
+
+
+def make_skeleton(source: ModelSource, layout: Layout, dtype: torch.dtype = torch.float32) -> Skeleton:
+    """The model in evaluation mode on the meta device: no memory, no values."""
+    try:
         with _LOADING, _without_progress_bars():
-            model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir,
-                dtype=torch.float32,
-                attn_implementation="sdpa" if layout == "padded" else PACKED,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
+            config = transformers.AutoConfig.from_pretrained(
+                source.model_dir, local_files_only=True, trust_remote_code=False
             )
+            if getattr(config, "quantization_config", None):
+                raise UnsupportedModel(f"the weights in {source.model_dir} are quantised; nothing here trains those")
+            with torch.device("meta"):
+                model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=dtype,
+                    attn_implementation="sdpa" if layout == "padded" else PACKED,
+                    trust_remote_code=False,
+                )
+            model.tie_weights()
     except ValueError as error:
         if layout == "padded" and "scaled_dot_product_attention" in str(error):
-            raise UnsupportedModel(f"the model in {model_dir} has an attention that no layout can compute") from error
+            raise UnsupportedModel(
+                f"the model in {source.model_dir} has an attention that no layout can compute"
+            ) from error
         raise
+    _check_supported(model, layout)
+    model.config.use_cache = False
+    return skeleton_of(model.eval(), source.files)
+
+
+def _check_supported(model: PreTrainedModel, layout: Layout) -> None:
     name = type(model).__name__
     if layout != "padded" and not model._supports_attention_backend:
         raise UnsupportedModel(f"{name} brings its own attention: {attention_advice(model)}")
     for key, neutral in HEAD_SETTINGS.items():
         if getattr(model.config, key, None) not in neutral:
             raise UnsupportedModel(f"{name} sets {key}, which the log-probs do not follow")
-    model.config.use_cache = False
-    return model.eval()
+
+
+def fill_skeleton(source: ModelSource, skeleton: Skeleton, device: torch.device) -> None:
+    """Read the weights (this rank's rows of them)."""
+    try:
+        fill(skeleton, source.files, device)
+    except (MissingWeights, UnreadableWeights) as error:
+        raise UnsupportedModel(f"{source.model_dir}: {error}") from error
 
 
 def attention_advice(model: PreTrainedModel) -> str:
@@ -77,19 +118,6 @@ def attention_advice(model: PreTrainedModel) -> str:
     if model._supports_sdpa:
         return "set layout to padded"
     return "this learner cannot train it in any layout, because torch's scaled-dot-product attention cannot compute it"
-
-
-def fingerprint(model_dir: Path) -> str:
-    """Identify a model by its configuration and weight samples, so that training states of others are refused."""
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:  # training changes every tensor, so the ends of a file suffice
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def export_share(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, rank: int) -> None:
@@ -146,14 +174,20 @@ def _size_of_tensors(path: Path) -> int:
 
 
 def _add_small_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
-    for path in source.iterdir():
-        if path.is_file() and path.suffix in _COPIED and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, directory / path.name)
-    config = json.loads((source / "config.json").read_text())
+    copy_small_files(directory, source)
+    config = json.loads((source / _CONFIG).read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for path in directory.iterdir():
         path.chmod(0o644)  # safetensors makes files private; engines may run as another user
+
+
+def copy_small_files(directory: Path, source: Path) -> None:
+    """What of a model directory is neither weights nor its configuration: tokenizer, chat template."""
+    for path in source.iterdir():
+        is_small = path.suffix in _COPIED and not path.name.endswith(_WEIGHTS)
+        if path.is_file() and is_small and path.name != _CONFIG:
+            shutil.copyfile(path, directory / path.name)
 
 
 @contextlib.contextmanager

@@ -7,69 +7,137 @@ trains nor reads or writes files.
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
+from gspo_core.batch.packing import Packing
 from gspo_core.bounds import exceeds
 from gspo_core.learner.attention import UnsupportedAttention
+from gspo_core.learner.compilation import compile_layers
+from gspo_core.learner.context import Context, UnsupportedSplit
+from gspo_core.learner.float32 import in_float32
 from gspo_core.learner.logprobs import chosen_logprobs
-from gspo_core.learner.low_rank import add_in_place, add_low_rank, under_plain_names
-from gspo_core.learner.model_directory import UnsupportedModel, attention_advice, load_model
+from gspo_core.learner.low_rank import (
+    add_in_place,
+    add_low_rank,
+    draw_additions,
+    under_plain_names,
+    without_additions,
+)
+from gspo_core.learner.model_directory import (
+    ModelSource,
+    attention_advice,
+    fill_skeleton,
+    make_skeleton,
+    open_model,
+)
+from gspo_core.learner.narrow import compute_in
+from gspo_core.learner.policy import Copy, Policy, UnsupportedModel
+from gspo_core.learner.publishing import Origin, adapter_copy, origin_of, published_adapter_copy, whole_copy
 from gspo_core.learner.ranks import Ranks, owners, whole
-from gspo_core.learner_config import LearnerConfig
+from gspo_core.learner.recomputation import recompute
+from gspo_core.learner.skeleton import Skeleton, take_over
+from gspo_core.learner_config import LearnerConfig, LearnerOptions
+from gspo_core.plan import chunk_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Size of the head's float32 output; enough rows for the product with the head to run at full speed.
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 # Tolerance between two float32 paths; a wrong scale or a leak between sequences is orders of magnitude larger.
 MAX_FORWARD_DIFFERENCE = 1e-3
 
 
-class PolicyModel(nn.Module):
+OPTIONS = frozenset(LearnerOptions.model_fields)
+"""Of the learner's options, those that this policy knows: all."""
+
+_Extra = dict[str, Packing | Context]
+"""What a model hands on to its attention."""
+
+
+class PolicyModel(Policy):
     """Wraps a causal language model; runs everything in one forward call, as FSDP requires."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        context: Context | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.ranks = ranks or Ranks(0, 1)
+        self.origin: Origin | None = None
         self.dtype = dtype
         self.chunk_tokens = chunk_tokens
+        self.context = context
 
     @property
     def head(self) -> nn.Linear:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """(N,) log-probs in float32 of the scored tokens."""
-        with self._autocast(micro_batch.token_ids.device):
-            hidden = self._hidden(micro_batch).flatten(0, 1).index_select(0, micro_batch.rows_N).to(self.dtype)
+    def forward(self, micro_batch: MicroBatch, *, by_its_own_head: bool = False) -> Tensor:
+        """(N,) log-probs in float32 of the scored tokens. `by_its_own_head`: those of a single sequence from the logits
+        that the model computes itself."""
+        if by_its_own_head:
+            return self._by_its_own_head(micro_batch)
+        if self.context is not None:
+            return self._split(micro_batch, self.context)
+        extra: _Extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}
+        hidden = self._hidden(micro_batch.token_ids, micro_batch.positions, micro_batch.rows_N, extra)
+        return self._score(hidden, micro_batch.targets_N, micro_batch.temperatures_N)
+
+    def _split(self, micro_batch: MicroBatch, context: Context) -> Tensor:
+        """The same, each rank of `context` computing its part of the tokens."""
+        packing, device = micro_batch.packing, micro_batch.token_ids.device
+        assert packing is not None, "a job that splits padded rows is refused"
+        own, rows = context.own_rows(micro_batch.rows, packing.num_tokens)
+        own_N, rows_N = (torch.from_numpy(places).to(device, non_blocking=True) for places in (own, rows))
+        token_ids, positions = (context.part(row) for row in (micro_batch.token_ids, micro_batch.positions))
+        hidden = self._hidden(token_ids, positions, rows_N, {"packing": packing, "split": context})
+        targets_N, temperatures_N = (
+            x.index_select(0, own_N) for x in (micro_batch.targets_N, micro_batch.temperatures_N)
+        )
+        return context.joined(self._score(hidden, targets_N, temperatures_N), own_N, len(micro_batch.rows))
+
+    def _score(self, hidden: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
         return chosen_logprobs(
-            hidden,
-            self.head.weight,
-            micro_batch.targets_N,
-            micro_batch.temperatures_N,
-            bias=self.head.bias,
-            chunk_tokens=self.chunk_tokens,
+            hidden, self.head.weight, targets_N, temperatures_N, bias=self.head.bias, chunk_tokens=self.chunk_tokens
         )
 
-    def export_tensors(self, ranks: Ranks) -> dict[str, Tensor]:
+    def layers(self) -> list[nn.Module]:
+        return _layers(self.model)
+
+    def copy_weights(self) -> Copy:
+        assert self.origin is not None
+        if self.origin.base is not None:
+            return published_adapter_copy(self.model, self.origin, self.origin.base, self.dtype)
+        return whole_copy(self.model, self.export_tensors(), self.origin, self.dtype, self.ranks)
+
+    def copy_adapter(self) -> Copy:
+        assert self.origin is not None
+        return adapter_copy(self.model, self.origin)
+
+    def beneath_additions(self, micro_batch: MicroBatch) -> Tensor:
+        return without_additions(self, micro_batch)
+
+    def export_tensors(self) -> dict[str, Tensor]:
         """This rank's share of the parameters and persistent buffers of the plain model under its own names; tied ones
         appear once.
 
         Every rank must call this. It gathers one tensor at a time and only the owner keeps it, so besides its share a
         rank holds at most one copy of the largest tensor.
         """
-        ranks.settle(self)
+        ranks = self.ranks
         names = dict(self.model.named_parameters(remove_duplicate=False))
         owner = owners({name: value.numel() for name, value in self.model.named_parameters()}, ranks.num_ranks)
         copies: dict[int, Tensor] = {}
@@ -83,13 +151,19 @@ class PolicyModel(nn.Module):
         add_in_place(tensors, self.model, whole)
         return under_plain_names(tensors)
 
-    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
-        extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}
-        output = self.model.base_model(
-            input_ids=micro_batch.token_ids, position_ids=micro_batch.positions, use_cache=False, **extra
-        )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+    def _by_its_own_head(self, alone: MicroBatch) -> Tensor:
+        extra = {} if alone.packing is None else {"packing": alone.packing}
+        output = self.model(input_ids=alone.token_ids, position_ids=alone.positions, use_cache=False, **extra)
+        logprobs = torch.log_softmax(output.logits[0].float(), -1)
+        chosen: Tensor = logprobs.gather(-1, alone.targets_N[:, None])[:, 0]
+        return chosen
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor, rows_N: Tensor, extra: _Extra) -> Tensor:
+        """Hidden states of the tokens at `rows_N`."""
+        with self._autocast(token_ids.device):
+            output = self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, **extra)
+            hidden: Tensor = output.last_hidden_state
+            return hidden.flatten(0, 1).index_select(0, rows_N).to(self.dtype)
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[torch.autocast | None]:
         if self.dtype == torch.float32:
@@ -98,48 +172,98 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> PolicyModel:
-    """Load the model at `model_dir` for training under `config`, sharded for this rank."""
-    model = load_model(model_dir, config.layout).to(device)
-    chunk_tokens = config.logprob_chunk_tokens or _chunk_tokens(model, device)
-    policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=chunk_tokens)
-    try:
-        _check_forward(policy, config.layout, device)
-    except UnsupportedAttention as error:
-        raise UnsupportedModel(f"{error}: {attention_advice(model)}") from error
-    if config.lora is not None:
-        add_low_rank(model, config.lora)
+    """Load the model at `model_dir` for training under `config`; each rank reads and holds its rows alone."""
+    source, layout, kept = open_model(model_dir), layout_of(config), _kept_dtype(config)
+    dtype = compute_dtype(config, device)
+    if kept != torch.float32 and dtype == torch.float32:
+        raise ValueError("lora.base_dtype: bfloat16 cannot be computed in float32; set learner.dtype to bfloat16")
+    skeleton = make_skeleton(source, layout, kept)
+    policy = _checked(source, skeleton, config, device, ranks)
+    if ranks.num_ranks > 1 and (config.lora is not None or dtype != torch.float32):
+        policy = _around(skeleton, make_skeleton(source, layout, kept), policy, config, device, ranks)
+    elif config.lora is not None:
+        add_low_rank(skeleton.model, config.lora)
     if config.activation_checkpointing:
-        _checkpoint_activations(model)
-    policy.dtype = _compute_dtype(config, device)
-    ranks.shard(policy, _layers(model), dtype=policy.dtype, device=device)
+        _checkpoint_activations(policy.model, keeps_attention=config.activation_checkpointing == "keep_attention")
+    policy.dtype = dtype
+    policy.origin = origin_of(policy.model, model_dir, config)
+    if ranks.num_ranks == 1 and dtype != torch.float32:
+        compute_in(policy.model, dtype)
+    if config.compile_layers:
+        if ranks.num_ranks == 1 and dtype != torch.float32:
+            # the hooks that cast weights differ from layer to layer, and each would be compiled anew
+            raise UnsupportedModel(
+                "learner.compile_layers: one rank compiles in float32 alone; leave it out, or set dtype"
+            )
+        compile_layers(policy.layers(), device)
     return policy
 
 
-def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+def _checked(
+    source: ModelSource, skeleton: Skeleton, config: LearnerConfig, device: torch.device, ranks: Ranks
+) -> PolicyModel:
+    """The plain model in float32, sharded and filled, after its forward pass was compared with its own."""
+    model = skeleton.model
+    chunk_tokens = config.logprob_chunk_tokens or chunk_rows(len(model.get_output_embeddings().weight), device.type)
+    policy = PolicyModel(
+        model, dtype=torch.float32, chunk_tokens=chunk_tokens, context=ranks.context(device), ranks=ranks
+    )
+    ranks.shard(policy, policy.layers(), dtype=torch.float32, device=device)
+    fill_skeleton(source, skeleton, device)
+    try:
+        with in_float32(model) if ranks.num_ranks == 1 else contextlib.nullcontext():
+            _check_forward(policy, layout_of(config), device)
+    except UnsupportedAttention as error:
+        raise UnsupportedModel(f"{error}: {attention_advice(model)}") from error
+    except UnsupportedSplit as error:
+        raise UnsupportedModel(str(error)) from error
+    ranks.settle(policy)
+    return policy
+
+
+def _around(
+    checked: Skeleton, bare: Skeleton, policy: PolicyModel, config: LearnerConfig, device: torch.device, ranks: Ranks
+) -> PolicyModel:
+    """A second model around the weights of the first: how FSDP computes, and what it shards, is fixed when it wraps."""
+    model = bare.model
+    dtype = compute_dtype(config, device)
+    made = PolicyModel(model, dtype=dtype, chunk_tokens=policy.chunk_tokens, context=policy.context, ranks=ranks)
+    layers = made.layers()
+    if config.lora is not None:
+        with torch.device("meta"):
+            add_low_rank(model, config.lora)
+    ranks.shard(made, layers, dtype=dtype, device=device)
+    take_over(bare, checked)
+    if config.lora is not None:
+        draw_additions(model, device)
+    return made
+
+
+def layout_of(config: LearnerConfig) -> Layout:
+    assert config.layout != "auto", "settled before anything is loaded"
+    return config.layout
+
+
+def _kept_dtype(config: LearnerConfig) -> torch.dtype:
+    """How weights are held that nothing trains; those that are trained are always float32."""
+    return torch.bfloat16 if config.lora is not None and config.lora.base_dtype == "bfloat16" else torch.float32
+
+
+def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _chunk_tokens(model: PreTrainedModel, device: torch.device) -> int:
-    vocabulary = len(model.get_output_embeddings().weight)
-    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
-
-
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What is sharded, and recomputed, as one piece."""
     names = set(model._no_split_modules)
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP makes a subclass of each type that it wraps
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    for layer in _layers(model):
-        if not hasattr(layer, "gradient_checkpointing"):
-            raise UnsupportedModel(f"{type(layer).__name__} cannot recompute its activations")
-        # set what transformers' own switch sets, since its name varies between releases
-        checkpointing: Any = layer
-        checkpointing.gradient_checkpointing = True
-        checkpointing._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-        layer.training = True  # the layer requires it; its submodules stay without dropout
+def _checkpoint_activations(model: PreTrainedModel, *, keeps_attention: bool = False) -> None:
+    recompute(_layers(model), keeps_attention=keeps_attention)
 
 
 @torch.no_grad()
@@ -151,9 +275,7 @@ def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) ->
     table = micro_batch.table(policy(micro_batch))
     for row, sequence in zip(table, sequences, strict=True):
         alone = collate([sequence], [0], layout=layout, score_all=True, device=device)
-        extra = {} if alone.packing is None else {"packing": alone.packing}
-        output = policy.model(input_ids=alone.token_ids, position_ids=alone.positions, use_cache=False, **extra)
-        logprobs = torch.log_softmax(output.logits[0].float(), -1).gather(-1, alone.targets_N[:, None])[:, 0]
+        logprobs = policy(alone, by_its_own_head=True)
         difference = float((row[: len(logprobs)] - logprobs).abs().max())
         if exceeds(difference, MAX_FORWARD_DIFFERENCE):
             raise UnsupportedModel(

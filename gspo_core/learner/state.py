@@ -22,12 +22,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gspo_core.learner.ranks import local, spread_like
+from gspo_core.learner.moments import MEAN, SCALES, SQUARE, keeps_small, loaded_state
+from gspo_core.learner.ranks import local
+from gspo_core.plan import share_of
 
 MANIFEST = "learner.json"
+PARAMETER = "parameter/"
 FORMAT = 1
 # AdamW's state per parameter.
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("step", MEAN, SQUARE)
+# The same with moments in eight bits, whose scales stand beside them.
+SMALL_FORMAT = 2
+SMALL_MOMENTS = (*MOMENTS, *SCALES.values())
+# Read at each end of a file of weights.
+_SAMPLE_BYTES = 2**20
 
 
 class Content(TypedDict):
@@ -81,13 +89,10 @@ def restore_tensors(
     optimizer.state.clear()
     for name, parameter in _trained(model):
         local(parameter).copy_(tensors[f"parameter/{name}"])
-        found = {key: tensors.get(f"optimizer/{key}/{name}") for key in MOMENTS}
+        found = {key: tensors.get(f"optimizer/{key}/{name}") for key in SMALL_MOMENTS}
         moments = {key: value for key, value in found.items() if value is not None}
         if moments:
-            optimizer.state[parameter] = {
-                key: value if key == "step" else spread_like(value.to(device), parameter)
-                for key, value in moments.items()
-            }
+            optimizer.state[parameter] = loaded_state(optimizer, parameter, moments)
     torch.set_rng_state(tensors["random/cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], device)
@@ -97,8 +102,8 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InvalidState if `tensors` belong to another model or to other low-rank additions."""
+def check_fit(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InvalidState if `tensors` belong to another model, other low-rank additions, or moments kept otherwise."""
     expected = {f"parameter/{name}": local(parameter).shape for name, parameter in _trained(model)}
     found = {name: value.shape for name, value in tensors.items() if name.startswith("parameter/")}
     if expected != found:
@@ -106,6 +111,26 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise InvalidState(
             f"the state does not fit this learner: {len(differing)} parameters differ, the first is {differing[0]}"
         )
+
+    has_moments, is_small = (
+        any(name.startswith(f"optimizer/{key}/") for name in tensors) for key in (MEAN, SCALES[MEAN])
+    )
+    if has_moments and is_small != keeps_small(optimizer):
+        kept = "8bit" if is_small else "float32"
+        raise InvalidState(f"the state holds moments of optimizer.moments: {kept}, and this job asks for others")
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Identify a model by its configuration and weight samples, so that training states of others are refused."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:  # training changes every tensor, so the ends of a file suffice
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
@@ -118,13 +143,17 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> No
     _sync(path)
 
 
-def write_manifest(directory: Path, num_ranks: int, content: Content) -> None:
+def format_of(optimizer: torch.optim.Optimizer) -> int:
+    return SMALL_FORMAT if keeps_small(optimizer) else FORMAT
+
+
+def write_manifest(directory: Path, num_ranks: int, content: Content, number: int = FORMAT) -> None:
     """Complete a state once all its shards are on disk."""
     names = [shard_name(rank) for rank in range(num_ranks)]
     files: dict[str, ShardFile] = {
         name: {"size_bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)} for name in names
     }
-    manifest: Manifest = {"format": FORMAT, "num_ranks": num_ranks, "files": files, "content": content}
+    manifest: Manifest = {"format": number, "num_ranks": num_ranks, "files": files, "content": content}
     _write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     _sync(directory)
     _sync(directory.resolve().parent)
@@ -175,11 +204,10 @@ def _is_whole(name: str) -> bool:
 
 
 def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor:
-    """Read only this rank's rows, split as in FSDP2: along the first dimension; the last ranks may get none."""
+    """Read only this rank's rows, along the first dimension."""
     slices = [shard.get_slice(name) for shard in shards]
     ends = list(itertools.accumulate(one.get_shape()[0] for one in slices))
-    size = -(-ends[-1] // num_ranks)
-    first, end = min(rank * size, ends[-1]), min((rank + 1) * size, ends[-1])
+    first, end = share_of(ends[-1], rank, num_ranks)
     pieces = [
         one[max(first, start) - start : min(end, stop) - start]
         for one, start, stop in zip(slices, [0, *ends], ends, strict=False)
@@ -210,10 +238,10 @@ def _read_manifest(directory: Path) -> Manifest:
         raise InvalidState(f"{directory} holds no complete state: {MANIFEST} is missing") from None
     except ValueError as error:
         raise InvalidState(f"{directory / MANIFEST} is damaged: {error}") from None
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (FORMAT, SMALL_FORMAT):
         raise UnknownFormat(
-            f"{directory} has the format {manifest.get('format')}, this release reads {FORMAT}: go on with the release "
-            "that wrote it"
+            f"{directory} has the format {manifest.get('format')}, this release reads {FORMAT} and {SMALL_FORMAT}: go "
+            "on with the release that wrote it"
         )
     return manifest
 

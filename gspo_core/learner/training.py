@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,13 +26,26 @@ from torch import Tensor
 from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
 from gspo_core.batch.collate import scored_places
 from gspo_core.learner import state
-from gspo_core.learner.model_directory import export_share, fingerprint, join_shares
+from gspo_core.learner.batch_view import BatchView, signal_share, teaches
+from gspo_core.learner.fitting import settled
 from gspo_core.learner.optimizer import Update, apply_update, build_adamw, learning_rate
-from gspo_core.learner.policy_model import PolicyModel, load_policy
+from gspo_core.learner.policy import Copy, load_policy
 from gspo_core.learner.ranks import Ranks
 from gspo_core.learner.routing import Routes, RoutingReplay
-from gspo_core.learner_config import LearnerConfig
-from gspo_core.objective import Alarm, LossStats, loss_alarms, loss_denominators, loss_metrics, policy_loss
+from gspo_core.learner.trust_region import StepStart, hold_step, mean_k3
+from gspo_core.learner_config import LIVE_RATES, LearnerConfig
+from gspo_core.objective import (
+    Alarm,
+    Checks,
+    LossStats,
+    TokenTerms,
+    collected,
+    loss_alarms,
+    loss_denominators,
+    loss_metrics,
+    policy_loss,
+)
+from gspo_core.objective.batch_bounds import BatchBounds, batch_bounds, effective_share, looks_at_batch
 from gspo_core.objective_config import ObjectiveConfig
 
 
@@ -44,24 +59,6 @@ class LearnerCounters:
     """Updates skipped because the gradient was not finite."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A snapshot of the weights or the state; with several ranks, each holds a share.
-
-    Writing needs no other rank and may run in its own thread while the learner continues.
-    """
-
-    write_share: Callable[[Path], None]
-    """Writes this rank's files to a directory that all ranks share."""
-    complete: Callable[[Path], None]
-    """Joins the shares; runs on the first rank after every rank has written its own."""
-
-    def write(self, directory: Path) -> None:
-        """Write the whole copy; for a single rank only."""
-        self.write_share(directory)
-        self.complete(directory)
-
-
 @dataclasses.dataclass
 class _Work:
     """A micro-batch with the values computed for it before the first update."""
@@ -70,6 +67,10 @@ class _Work:
     proximal_BT: Tensor | None = None
     reference_BT: Tensor | None = None
     routes: Routes | None = None
+
+
+Tell = Callable[[tuple[int, ...], TokenTerms], None]
+"""Given the positions of a micro-batch's sequences in the batch, and the terms of their actions side by side."""
 
 
 class Learner:
@@ -89,34 +90,49 @@ class Learner:
         self.counters = LearnerCounters()
         self.alarms = []
         self.trained_logprobs = []
+        self._tell: Tell | None = None
         self._scored: list[tuple[tuple[int, ...], Tensor]] = []
         """Positions of sequences in the step's batch, and for each a row that starts with its actions' log-probs."""
         self._model_dir = Path(model_dir)
         self._seed = seed
         self._device = torch.device(device)
-        self._ranks = Ranks.current()
+        self._ranks = Ranks.current().arranged(config)
+        self._settled = settled(
+            self._model_dir, config, self._device, self._ranks, has_reference=bool(objective.kl_coef)
+        )
         torch.manual_seed(seed)  # low-rank additions start at random
-        self._policy = load_policy(self._model_dir, config, self._device, self._ranks)
+        self._policy = load_policy(self._model_dir, self._settled, self._device, self._ranks)
         self._reference = self._load_reference()
         self._routing = self._attach_routing()
-        self._optimizer = build_adamw(self._policy, config.optimizer)
+        self._optimizer = build_adamw(
+            self._policy,
+            config.optimizer,
+            is_fused=config.fused_optimizer,
+            on_host=self._settled.offload_moments is True,
+        )
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train on one batch: `objective.minibatches` updates, each on its share of the sequences."""
         if not sequences:
             raise ValueError("a batch has at least one sequence")
         shares = deal_minibatches(
-            len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
+            [sequence.group for sequence in sequences],
+            self.objective.minibatches,
+            seed=self._seed,
+            step=self.counters.num_steps,
         )
         self._optimizer.zero_grad()  # clears leftovers of a step that failed halfway
         self._scored.clear()
         work = [self._prepare(sequences, share) for share in shares]
+        view = self._view(sequences)
         self._score_anchors(work)
         stats = LossStats.zero(self._device)
         updates = []
         for share, pieces in zip(shares, work, strict=True):
-            stats = stats + self._accumulate(sequences, share, pieces)
-            updates.append(self._update())
+            with collected() as checks:
+                stats = stats + self._accumulate(sequences, share, pieces, view.bounds)
+            updates.append(self._update(view.rate_share, checks))
+        judged = self._hold(sequences, view)
         self.counters.num_steps += 1
         self.trained_logprobs = self._gather_scored(sequences)
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
@@ -126,7 +142,21 @@ class Learner:
         num_empty = sum(not s.num_actions for s in sequences)
         num_idle = sum(not self._acts(s) for s in sequences) - num_empty
         metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
-        return metrics | self._update_metrics(updates)
+        return metrics | self._update_metrics(updates) | view.metrics(self.objective, self.config.optimizer) | judged
+
+    def step_telling(self, sequences: Sequence[TrainSequence], tell: Tell) -> dict[str, float]:
+        """The same step, which tells the terms of each trained token on the way; on one rank, those of this rank."""
+        self._tell = tell
+        try:
+            return self.step(sequences)
+        finally:
+            self._tell = None
+
+    def parameters(self) -> dict[str, Tensor]:
+        """A copy of what is trained (this rank's share), by name."""
+        found = state.training_tensors(self._policy, self._optimizer, self._device)
+        kept = {name: tensor for name, tensor in found.items() if name.startswith(state.PARAMETER)}
+        return {name.removeprefix(state.PARAMETER): tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
     def _gather_scored(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         """Collect scored log-probs from all ranks."""
@@ -144,10 +174,10 @@ class Learner:
 
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None:
         """Use new settings from the next step on. Raises ValueError for any that the learner was built from."""
-        rate = {name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "max_grad_norm")}
+        rate = {name: getattr(config.optimizer, name) for name in LIVE_RATES}
         optimizer = self.config.optimizer.model_copy(update=rate)
         if config != self.config.model_copy(update={"optimizer": optimizer, "total_steps": config.total_steps}):
-            raise ValueError("of the optimizer only lr, min_lr_ratio and max_grad_norm change while a learner lives")
+            raise ValueError(f"of the optimizer only {', '.join(LIVE_RATES)} change while a learner lives")
         if bool(objective.kl_coef) != (self._reference is not None):
             raise ValueError(
                 "kl_coef cannot be turned on or off while a learner lives: its reference was loaded or not"
@@ -161,10 +191,11 @@ class Learner:
             raise ValueError("a supervised step needs at least one action")
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
+        self._policy.sum_between_copies(now=True)
         for micro_batch in self._split(sequences, range(len(sequences))):
             loss = -self._policy(micro_batch).sum() / num_actions
             self._backward(loss)
-            total += loss.detach()
+            total += loss.detach() * self._ranks.counts
         update = self._update()
         self.counters.num_steps += 1
         metrics = {"supervised/loss": float(self._ranks.sum(total)), "supervised/num_actions": float(num_actions)}
@@ -183,26 +214,24 @@ class Learner:
         for micro_batch in self._split(sequences, scored, score_all=not sampled_only):
             cells = [starts[index] + places[index] for index in micro_batch.indices]
             index_N = torch.from_numpy(np.concatenate([*cells, np.zeros(0, np.int64)])).to(self._device)
-            flat[index_N] = self._policy(micro_batch)
+            flat[index_N] = self._policy(micro_batch) * self._ranks.counts
         values = self._ranks.sum(flat).cpu().numpy()
         return [values[start:end].copy() for start, end in pairwise(starts)]
 
     def save_weights(self, directory: Path) -> None:
-        """Write a plain Hugging Face directory in the dtype that this learner computes in."""
+        """Write what is published: a plain Hugging Face directory in the dtype that this learner computes in, or, with
+        `publishes_adapter`, the additions alone."""
         self._write(self.copy_weights(), directory)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the low-rank additions alone to a new directory, as `peft` does."""
+        self._policy.settle()
+        self._write(self._policy.copy_adapter(), directory)
 
     def copy_weights(self) -> Copy:
         """A copy of what `save_weights` would write now."""
-        policy, ranks = self._policy, self._ranks
-        tensors = policy.export_tensors(ranks)
-
-        def write_share(directory: Path) -> None:
-            export_share(policy.model, tensors, Path(directory), ranks.rank)
-
-        def complete(directory: Path) -> None:
-            join_shares(Path(directory), ranks.num_ranks, source=self._model_dir, dtype=policy.dtype)
-
-        return Copy(write_share, complete)
+        self._policy.settle()
+        return self._policy.copy_weights()
 
     def _write(self, copy: Copy, directory: Path) -> None:
         """Write a copy with all ranks."""
@@ -222,21 +251,25 @@ class Learner:
     def copy_state(self) -> Copy:
         """A copy of what `save_state` would write now."""
         ranks = self._ranks
-        ranks.settle(self._policy)
+        self._policy.settle()
         found = state.training_tensors(self._policy, self._optimizer, self._device)
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+        kept = found if ranks.is_of_first_copy else {}
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in kept.items()}
         content: state.Content = {
             "counters": dataclasses.asdict(self.counters),
-            "model": fingerprint(self._model_dir),
+            "model": state.fingerprint(self._model_dir),
         }
         if self.config.lora is not None:
             content["lora_alpha"] = self.config.lora.alpha
 
+        number = state.format_of(self._optimizer)
+
         def write_share(directory: Path) -> None:
-            state.write_shard(Path(directory), ranks.rank, tensors)
+            if ranks.is_of_first_copy:  # the others hold the same
+                state.write_shard(Path(directory), ranks.part, tensors)
 
         def complete(directory: Path) -> None:
-            state.write_manifest(Path(directory), ranks.num_ranks, content)
+            state.write_manifest(Path(directory), ranks.num_parts, content, number)
 
         return Copy(write_share, complete)
 
@@ -246,14 +279,14 @@ class Learner:
 
     def prepare_state(self, directory: Path) -> Callable[[], None]:
         """Read and check a state; return a function that loads it. Raises ValueError if it does not fit this rank."""
-        content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
-        if content["model"] != fingerprint(self._model_dir):
+        content, tensors = state.read_state(Path(directory), self._ranks.part, self._ranks.num_parts)
+        if content["model"] != state.fingerprint(self._model_dir):
             raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
         alpha = None if self.config.lora is None else self.config.lora.alpha
         if content.get("lora_alpha", alpha) != alpha:  # shapes reveal rank and layers but not the scale of the sum
             raise state.InvalidState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
-        self._ranks.settle(self._policy)
-        state.check_fit(self._policy, tensors)
+        self._policy.settle()
+        state.check_fit(self._policy, self._optimizer, tensors)
 
         def load() -> None:
             state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
@@ -264,12 +297,22 @@ class Learner:
     def close(self) -> None:
         """Does nothing with one rank: its memory is freed with the object."""
 
-    def _load_reference(self) -> PolicyModel | None:
+    def _load_reference(self) -> Callable[[MicroBatch], Tensor] | None:
+        """Low-rank additions leave the model as it was beneath them, so it needs no second one."""
         if not self.objective.kl_coef:
             return None
-        plain = self.config.model_copy(update={"lora": None, "activation_checkpointing": False})
-        reference = load_policy(self._model_dir, plain, self._device, self._ranks)
-        return reference.requires_grad_(False)
+        if self.config.lora is not None:
+            return self._policy.beneath_additions
+        plain = self._settled.model_copy(update={"activation_checkpointing": False})
+        model = load_policy(self._model_dir, plain, self._device, self._ranks)
+        model.requires_grad_(False)
+
+        def score(micro_batch: MicroBatch) -> Tensor:
+            logprobs: Tensor = model(micro_batch)
+            model.settle()  # it has no backward pass, after which FSDP would give up what it gathered
+            return logprobs
+
+        return score
 
     def _attach_routing(self) -> RoutingReplay | None:
         if not self.config.routing_replay:
@@ -284,14 +327,17 @@ class Learner:
     def _split(
         self, sequences: Sequence[TrainSequence], indices: Sequence[int], *, score_all: bool = False
     ) -> list[MicroBatch]:
+        budget, layout = self._settled.micro_batch_tokens, self._settled.layout
+        assert budget != "auto"
+        assert layout != "auto"
         return split_batch(
             sequences,
             indices,
-            self.config.micro_batch_tokens,
-            layout=self.config.layout,
+            budget,
+            layout=layout,
             score_all=score_all,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.num_ranks,
+            rank=self._ranks.share,
+            num_ranks=self._ranks.num_shares,
             device=self._device,
         )
 
@@ -305,8 +351,7 @@ class Learner:
         return [_Work(micro_batch) for micro_batch in self._split(sequences, acting)]
 
     def _acts(self, sequence: TrainSequence) -> bool:
-        advantages = np.broadcast_to(sequence.advantages, sequence.num_tokens)[sequence.action_mask]
-        return bool(advantages.any() or (self.objective.kl_coef and len(advantages)))
+        return teaches(sequence) or bool(self.objective.kl_coef and sequence.num_actions)
 
     def _could_clip(
         self, sequences: Sequence[TrainSequence], shares: Sequence[Sequence[int]], updates: Sequence[Update]
@@ -317,6 +362,43 @@ class Learner:
             return False
         later = shares[moved.index(True) + 1 :]
         return any(self._acts(sequences[index]) for share in later for index in share)
+
+    def _view(self, sequences: Sequence[TrainSequence]) -> BatchView:
+        """What the settings want to know of the whole batch before its first update; costs a pass if anything."""
+        config = self.config.optimizer
+        share = signal_share(sequences) if config.signal_scaling else 1.0
+        if config.max_step_k3 is None and not config.ess_scaling and not looks_at_batch(self.objective):
+            return BatchView(batch_bounds(self.objective, ()), share)
+        logprobs = self.logprobs(sequences, sampled_only=True)
+        drifts = [
+            torch.from_numpy((found - sequence.behavior_logprobs)[sequence.action_mask])
+            for sequence, found in zip(sequences, logprobs, strict=True)
+            if self._acts(sequence)
+        ]
+        self._policy.settle()
+        return BatchView(
+            batch_bounds(self.objective, drifts),
+            share * math.sqrt(effective_share(drifts)) if config.ess_scaling else share,
+            logprobs,
+            None if config.max_step_k3 is None else StepStart(self._optimizer),
+        )
+
+    def _hold(self, sequences: Sequence[TrainSequence], view: BatchView) -> dict[str, float]:
+        """Take back what of the step goes beyond `max_step_k3`."""
+        bound, start = self.config.optimizer.max_step_k3, view.start
+        if bound is None or start is None:
+            return {}
+        num_tokens = sum(sequence.num_actions for sequence in sequences)
+
+        def measure() -> float:
+            return mean_k3(view.logprobs, self.logprobs(sequences, sampled_only=True), num_tokens)
+
+        def keep(share: float) -> None:
+            self._policy.settle()  # a pass without gradient leaves parameters whole
+            start.keep(share)
+
+        length = hold_step(bound, measure, keep)
+        return {"learner/step_k3": length.k3, "learner/step_kept": length.kept}
 
     @torch.no_grad()
     def _score_anchors(self, work: Sequence[Sequence[_Work]]) -> None:
@@ -334,30 +416,37 @@ class Learner:
                     piece.reference_BT = table(self._reference(piece.micro_batch))
 
     def _accumulate(
-        self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work]
+        self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work], bounds: BatchBounds
     ) -> LossStats:
         """Sum the gradients of one update."""
         masks = [torch.tensor(sequences[index].action_mask) for index in share]
         num_sequences, num_tokens = loss_denominators(masks, [sequences[index].weight for index in share])
         stats = LossStats.zero(self._device)
         for piece in pieces:
-            replaying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self._routing is not None and piece.routes is not None:
-                replaying = self._routing.replay(piece.routes)
-            with replaying:  # covers the backward pass too, where checkpointing repeats the forward pass
-                loss, micro_stats = self._loss(piece, num_sequences, num_tokens)
-                self._backward(loss)
-            stats = stats + micro_stats
+            self._policy.sum_between_copies(now=piece is pieces[-1])
+            stats = stats + self._accumulate_one(piece, num_sequences, num_tokens, bounds)
         return stats
 
-    def _loss(self, piece: _Work, num_sequences: float, num_tokens: float) -> tuple[Tensor, LossStats]:
+    def _accumulate_one(self, piece: _Work, num_sequences: float, num_tokens: float, bounds: BatchBounds) -> LossStats:
+        replaying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._routing is not None and piece.routes is not None:
+            replaying = self._routing.replay(piece.routes)
+        with replaying:  # covers the backward pass too, where checkpointing repeats the forward pass
+            loss, stats = self._loss(piece, num_sequences, num_tokens, bounds)
+            self._backward(loss)
+        return stats
+
+    def _loss(
+        self, piece: _Work, num_sequences: float, num_tokens: float, bounds: BatchBounds
+    ) -> tuple[Tensor, LossStats]:
         micro_batch = piece.micro_batch
         policy_N = self._policy(micro_batch)
         if not len(policy_N):  # this rank has no work, but the others wait for its gradients
             return policy_N.sum(), LossStats.zero(self._device)
         policy_BT = micro_batch.table(policy_N)
-        self._scored.append((micro_batch.indices, policy_BT.detach().float()))
-        return policy_loss(
+        if self._ranks.counts:
+            self._scored.append((micro_batch.indices, policy_BT.detach().float()))
+        loss, stats = policy_loss(
             self.objective,
             policy_BT,
             micro_batch.action_mask_BT,
@@ -370,17 +459,20 @@ class Learner:
             sequence_weights_B=micro_batch.weights_B,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
+            bounds=bounds,
+            tell=partial(self._tell, micro_batch.indices) if self._tell and self._ranks.counts else None,
         )
+        return loss, stats if self._ranks.counts else LossStats.zero(self._device)
 
     def _backward(self, loss: Tensor) -> None:
         # FSDP averages gradients over ranks, but ours must be summed
         scaled = loss * self._ranks.num_ranks
         scaled.backward()  # type: ignore[no-untyped-call]
 
-    def _update(self) -> Update:
+    def _update(self, rate_share: float = 1.0, checks: Checks | None = None) -> Update:
         optimizer = self.config.optimizer
-        lr = learning_rate(optimizer, self.counters.num_steps, self.config.total_steps)
-        update = apply_update(self._optimizer, lr, optimizer.max_grad_norm)
+        lr = rate_share * learning_rate(optimizer, self.counters.num_steps, self.config.total_steps)
+        update = apply_update(self._optimizer, lr, optimizer, checks)
         self.counters.num_updates += update.applied
         self.counters.num_skipped_updates += not update.applied
         return update
@@ -394,4 +486,7 @@ class Learner:
         }
         if norms:
             metrics |= {"learner/grad_norm": float(np.mean(norms)), "learner/grad_norm_max": max(norms)}
+            metrics["learner/num_bounded_updates"] = float(sum(update.was_bounded for update in updates))
+        if aligned := [update.alignment for update in updates if update.applied and update.alignment is not None]:
+            metrics["learner/grad_alignment"] = float(np.mean(aligned))
         return metrics

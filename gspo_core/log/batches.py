@@ -14,16 +14,20 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import msgspec
 
 from gspo_core import codec
+from gspo_core.invariants import InvalidValue
 from gspo_core.json_value import JSON
 from gspo_core.staleness import Position
-from gspo_core.types import Group, InvalidValue, Split, Trajectory
+from gspo_core.types import Group, Split, Trajectory
 
-SCHEMA = 1
+# 2: ``extra`` says what computed the step, or which groups came late. A log that does not is written as 1, as releases
+# before wrote it. 3: episodes of it were erased, so it must not be trained again.
+SCHEMA = 3
+_READABLE = (1, 2, SCHEMA)
 _MAGIC = b"GSPOBLOG"
 _HEADER = struct.Struct("<8sIQ")
 HEADER_BYTES = _HEADER.size
@@ -43,6 +47,16 @@ class LoggedSettings(TypedDict, total=False):
     values: dict[str, JSON]
 
 
+class Computed(TypedDict):
+    """What trained a step: with the same, the same bits come out."""
+
+    device: str
+    threads: int
+    num_ranks: int
+    torch: str
+    """Its version."""
+
+
 class BatchExtra(TypedDict, total=False):
     """What the trainer knew when it took the batch. Logs of earlier releases lack some of it."""
 
@@ -53,6 +67,19 @@ class BatchExtra(TypedDict, total=False):
     staleness: dict[str, int]
     """Of each version, in steps."""
     settings: LoggedSettings
+    computed: Computed
+    dealing: Literal["groups"]
+    """How the batch was dealt to its updates. Logs of earlier releases lack it: sequence by sequence."""
+    late: list[int]
+    """Groups that waited for rewards and are trained whatever their age."""
+    late_cap: int
+    """As how old their tokens count at most."""
+    erased: list[list[int]]
+    """Group and member of each episode whose text is gone."""
+    rescored: list[list[int]]
+    """Group and member of each episode whose reward is another than the one that it was given when it was played."""
+    recorded: list[int]
+    """Epoch and step of the batch of another job that this one is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +96,25 @@ class LoggedBatch:
         return Position(self.epoch, self.step)
 
     @property
+    def erased(self) -> frozenset[tuple[int, int]]:
+        """Group and member of those episodes whose tokens are no longer what was trained."""
+        return frozenset((group, member) for group, member in self.extra.get("erased", ()))
+
+    @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group]
+
+
+class ErasedStep(ValueError):
+    """The step was trained on episodes that were erased since. The message names them."""
+
+
+def require_whole(batch: LoggedBatch) -> None:
+    """Raises ErasedStep."""
+    present = {(one.key.group, one.key.member) for one in batch.trajectories}
+    if gone := sorted(batch.erased & present):
+        names = ", ".join(f"{group}/{member}" for group, member in gone)
+        raise ErasedStep(f"step {batch.step} was trained on episodes that were erased since: {names}")
 
 
 class _IndexedGroup(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,7 +141,8 @@ def encode_batch(position: Position, groups: Sequence[Group], extra: BatchExtra)
     payload: list[bytes] = []
     indexed = [_indexed(group, payload) for group in groups]
     index = _index_bytes(_Index(position.epoch, position.step, indexed, {**_checked_extra(extra)}))
-    for piece in (_HEADER.pack(_MAGIC, SCHEMA, len(index)), index, *payload):
+    schema = SCHEMA if extra.get("erased") else 2 if {"computed", "late"} & extra.keys() else 1
+    for piece in (_HEADER.pack(_MAGIC, schema, len(index)), index, *payload):
         digest.update(piece)
         yield piece
     yield digest.digest()
@@ -127,7 +172,12 @@ def index_length(header: bytes) -> int:
         _, schema, length = _HEADER.unpack(header)
     except struct.error as error:
         raise DamagedBatch(f"the index cannot be read: {error}") from error
-    return int(length) if schema == SCHEMA else 0
+    return int(length) if schema in _READABLE else 0
+
+
+def has_erased(header: bytes) -> bool:
+    """Whether the first ``HEADER_BYTES`` are those of a log with erased episodes. It is not checked."""
+    return len(header) == HEADER_BYTES and _HEADER.unpack(header)[:2] == (_MAGIC, SCHEMA)
 
 
 def group_numbers(index: bytes) -> tuple[int, ...]:
@@ -173,8 +223,8 @@ def _checked_index(data: bytes) -> tuple[_Index, int]:
     if len(data) < HEADER_BYTES + _DIGEST_BYTES:
         raise DamagedBatch(f"is cut off after {len(data)} bytes")
     _, schema, length = _HEADER.unpack_from(data)
-    if schema != SCHEMA:
-        raise UnknownBatchSchema(f"has schema {schema}; this release reads schema {SCHEMA}")
+    if schema not in _READABLE:
+        raise UnknownBatchSchema(f"has schema {schema}; this release reads schemas 1 to {SCHEMA}")
     body = memoryview(data)[:-_DIGEST_BYTES]
     if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:]:
         raise DamagedBatch("the sha256 does not match: the file is cut off or its bytes were changed")
@@ -182,9 +232,12 @@ def _checked_index(data: bytes) -> tuple[_Index, int]:
     if start > len(body):
         raise DamagedBatch(f"promises an index of {length} bytes and is shorter than that")
     try:
-        return msgspec.convert(json.loads(data[HEADER_BYTES:start]), _Index), start
+        index = msgspec.convert(json.loads(data[HEADER_BYTES:start]), _Index)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedBatch(f"the index cannot be read: {error}") from error
+    if bool(index.extra.get("erased")) != (schema == SCHEMA):
+        raise DamagedBatch(f"has schema {schema}, and says otherwise whether episodes of it were erased")
+    return index, start
 
 
 def _cut(data: bytes, start: int, lengths: Sequence[int]) -> Iterator[bytes]:

@@ -14,11 +14,13 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
 
 FORMAT = 2
+# Of the record of a fork, which says a number only where it is another one.
+FORK_FORMAT = 1
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 class UnknownCheckpointFormat(Exception):
-    """Another release wrote the checkpoint and this one cannot read it."""
+    """Another release wrote the checkpoint, or where an epoch forked off, and this one cannot read it."""
 
 
 class ForkRecord(TypedDict):
@@ -77,10 +79,15 @@ def encode_fork(parent: Position) -> bytes:
 
 
 def decode_fork(data: bytes) -> Position:
-    """Raises one of DAMAGE."""
+    """Raises one of DAMAGE, UnknownCheckpointFormat."""
     record = json.loads(data)
     if record.pop("sha256", None) not in (None, _digest(record)):  # earlier releases wrote none
         raise ValueError("its sha256 does not match")
+    if (number := record.get("format", FORK_FORMAT)) != FORK_FORMAT:
+        raise UnknownCheckpointFormat(
+            f"the record of where an epoch forked off has the format {number}, this release reads {FORK_FORMAT}: go on "
+            "with the release that wrote it"
+        )
     return Position(int(record["epoch"]), int(record["step"]))
 
 

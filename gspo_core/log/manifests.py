@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 
 FORMAT = 1
 

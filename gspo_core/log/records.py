@@ -1,19 +1,20 @@
 """The records of a job that outlive Redis: what was accepted, its states, its environments, its published versions.
 
 The rule: each is a JSON object with sorted keys, written once; anything else is damage. Records of schema 1 carry no
-number; from the next schema on each says its own under ``schema``, and what a later release wrote is refused by name.
+number; others say theirs under ``schema``, and what a later release wrote is refused by name. Only descriptions of
+environments have schema 2: the parameters of their tools may use more of JSON Schema.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from gspo_core.json_value import JSON
 from gspo_core.spec import JobSpec
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class DamagedRecord(Exception):
@@ -44,8 +45,10 @@ class VersionRecord:
     """As the row of the version table (``manifests.encode_row``)."""
 
 
-def encode_record(record: Mapping[str, JSON] | AcceptedJob | VersionRecord) -> bytes:
+def encode_record(record: Mapping[str, JSON] | AcceptedJob | VersionRecord, schema: int = 1) -> bytes:
     fields = asdict(record) if isinstance(record, AcceptedJob | VersionRecord) else dict(record)
+    if schema > 1:
+        fields["schema"] = schema
     return json.dumps(fields, sort_keys=True, allow_nan=False).encode()
 
 
@@ -63,3 +66,14 @@ def decode_record(data: bytes, schema: int = SCHEMA) -> dict[str, JSON]:
             f"has the schema {number!r}, this release reads up to {schema}: go on with the release that wrote it"
         )
     return record
+
+
+def decode_metrics(lines: Iterable[bytes]) -> Iterator[dict[str, JSON]]:
+    """The objects of a file of metrics, without lines that a crash cut off."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record

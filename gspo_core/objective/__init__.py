@@ -1,13 +1,15 @@
 """The objective: log-probs, mask and advantages in, a loss with its gradient and its statistics out.
 
 One rule: gates, masks and corrections lower the signal, never the denominators. `docs/objective.md` explains formulas
-and defaults. Reading order: `loss` (the whole objective in one function), `inputs`, `pooling`, `weights`,
-`losses`, `stats`, `metrics`, `alarms`. It holds no model and takes no step (`gspo_core.learner` does).
+and defaults. Reading order: `loss` (the whole objective in one function), `inputs`, `pooling`, `batch_bounds`,
+`weights`, `losses`, `stats`, `metrics`, `alarms`. It holds no model and takes no step (`gspo_core.learner` does).
 """
 
 from gspo_core.objective.alarms import Alarm, AlarmKind, AlarmPatience, group_alarms, loss_alarms
+from gspo_core.objective.batch_bounds import BatchBounds, batch_bounds
+from gspo_core.objective.checks import Checks, collected
 from gspo_core.objective.inputs import NonFiniteInput, ObjectiveError
-from gspo_core.objective.loss import loss_denominators, policy_loss
+from gspo_core.objective.loss import TokenTerms, loss_denominators, policy_loss
 from gspo_core.objective.metrics import loss_metrics
 from gspo_core.objective.stats import LossStats
 from gspo_core.objective_config import (
@@ -24,10 +26,15 @@ __all__ = [
     "AlarmKind",
     "AlarmPatience",
     "Band",
+    "BatchBounds",
+    "Checks",
     "LossStats",
     "NonFiniteInput",
     "ObjectiveConfig",
     "ObjectiveError",
+    "TokenTerms",
+    "batch_bounds",
+    "collected",
     "config_refusals",
     "config_warnings",
     "group_alarms",

@@ -45,6 +45,7 @@ class AlarmKind(StrEnum):
     CORRECTION_COLLAPSE = "correction_collapse"
     WEIGHT_DRIFT = "weight_drift"
     GATE_PRESSURE = "gate_pressure"
+    FAR_STEP = "far_step"
     NO_SIGNAL = "no_signal"
 
 
@@ -103,7 +104,7 @@ def loss_alarms(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1)
     """The alarms of one step. With a single update, a clip that never acts is normal and raises none."""
     metrics = loss_metrics(stats, config, num_updates)
     found = [*_clip_alarms(metrics, config, num_updates), *_one_sided(stats, metrics), *_mismatch(metrics, config)]
-    return [*found, *_weight_alarms(metrics), *_gate_alarms(metrics)]
+    return [*found, *_weight_alarms(metrics), *_gate_alarms(metrics), *_far_step(metrics, config)]
 
 
 def _clip_alarms(metrics: Mapping[str, float], config: ObjectiveConfig, num_updates: int) -> list[Alarm]:
@@ -163,8 +164,17 @@ def _weight_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
     return found
 
 
+def _far_step(metrics: Mapping[str, float], config: ObjectiveConfig) -> list[Alarm]:
+    """Data of the weights before such a step are as far off as the gate allows, however good they are."""
+    moved, bound = metrics.get("gspo/k3_policy_proximal", 0.0), config.k3_gate or DEFAULT_K3_GATE
+    if not exceeds(moved, bound):
+        return []
+    meaning = "one step moved the policy so far that data sampled before it are withheld"
+    return [Alarm(AlarmKind.FAR_STEP, "gspo/k3_policy_proximal", moved, bound, meaning)]
+
+
 def _gate_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
-    gates = ("k3", "outlier", "geometric", "off_policy", "staleness", "correction")
+    gates = ("k3", "outlier", "geometric", "off_policy", "staleness", "correction", "m2")
     names = [f"gspo/kept_frac_{gate}" for gate in gates]
     return [
         Alarm(AlarmKind.GATE_PRESSURE, name, metrics[name], MIN_KEPT_FRAC, "this gate withholds much of the data")

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gspo_core.objective.checks import require
 from gspo_core.objective_config import ObjectiveConfig
 
 # Accepted input types; only the policy's log-probs must be a tensor, because they carry a gradient.
@@ -178,8 +179,11 @@ def _integers(name: str, given: Values | None, mask_BT: Tensor) -> Tensor | None
     if given_BT.is_floating_point():
         raise ObjectiveError(f"{name} holds whole numbers, not {str(given_BT.dtype).removeprefix('torch.')}")
     given_BT = torch.where(mask_BT, given_BT.to(torch.int64), 0)
-    if name == "staleness_BT" and bool((given_BT < 0).any()):
-        raise ObjectiveError("staleness_BT holds a negative staleness at a trained position")
+    if name == "staleness_BT":
+        require(
+            (given_BT >= 0).all(),
+            lambda: ObjectiveError("staleness_BT holds a negative staleness at a trained position"),
+        )
     return given_BT
 
 
@@ -190,21 +194,25 @@ def _weights(given: Values | None, policy_BT: Tensor) -> Tensor:
     if given_B.shape != policy_BT.shape[:1]:
         raise ObjectiveError(f"sequence_weights_B has shape {tuple(given_B.shape)}, not ({policy_BT.shape[0]},)")
     given_B = given_B.detach().to(policy_BT.dtype)
-    if not bool((torch.isfinite(given_B) & (given_B >= 0)).all()):
-        raise ObjectiveError("sequence_weights_B holds a weight that is negative or not finite")
+    require(
+        (torch.isfinite(given_B) & (given_B >= 0)).all(),
+        lambda: ObjectiveError("sequence_weights_B holds a weight that is negative or not finite"),
+    )
     return given_B
 
 
 def _check_finite(mask_BT: Tensor, *values: Tensor | None) -> None:
-    """Synchronizes with the device at most once; only a failure is examined further."""
+    """Only a failure is examined further."""
     given = [value_BT for value_BT in values if value_BT is not None]
     finite_BT = torch.isfinite(given[0])
     for value_BT in given[1:]:
         finite_BT = finite_BT & torch.isfinite(value_BT)
-    if bool(finite_BT.all()):
-        return
+    require(finite_BT.all(), lambda: _not_finite(finite_BT))
+
+
+def _not_finite(finite_BT: Tensor) -> NonFiniteInput:
     rows = sorted(set((~finite_BT).nonzero()[:, 0].tolist()))
-    raise NonFiniteInput(
+    return NonFiniteInput(
         f"a log-prob or advantage is not finite at a trained position of {len(rows)} sequences (rows {rows[:8]}); "
         "refuse them before training"
     )

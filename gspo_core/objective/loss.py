@@ -8,19 +8,44 @@ Shapes: B sequences (an episode, or one branch of it), T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gspo_core.objective.batch_bounds import BatchBounds, k3
+from gspo_core.objective.checks import require
 from gspo_core.objective.inputs import Inputs, ObjectiveError, Values, prepare
-from gspo_core.objective.losses import LOSSES, LossContext
+from gspo_core.objective.losses import LOSSES, LossContext, Terms
 from gspo_core.objective.pooling import make_pool
 from gspo_core.objective.stats import LossStats, collect
-from gspo_core.objective.weights import k3, make_weights
+from gspo_core.objective.weights import Weights, make_weights
 from gspo_core.objective_config import ObjectiveConfig
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTerms:
+    """What a loss is made of, token by token; nothing here carries a gradient. 0 or False where nothing is trained."""
+
+    mask_BT: Tensor
+    advantages_BT: Tensor
+    log_ratio_BT: Tensor
+    """Of the unit (sequence, turn or token) that the token belongs to, against the anchor."""
+    weight_BT: Tensor
+    """The correction for the sampler's distribution."""
+    kept_BT: Tensor
+    """Passed every gate."""
+    gates: Mapping[str, Tensor]
+    """What each gate keeps, by token."""
+    clipped_BT: Tensor
+    policy_BT: Tensor
+    """Share of the loss that the objective has; all together are the loss."""
+    kl_BT: Tensor
+    """Share of the loss that the pull to the reference has."""
 
 
 def policy_loss(
@@ -36,6 +61,8 @@ def policy_loss(
     sequence_weights_B: Values | None = None,
     num_sequences: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
+    bounds: BatchBounds | None = None,
+    tell: Callable[[TokenTerms], None] | None = None,
 ) -> tuple[Tensor, LossStats]:
     """The loss (to minimise) of some of an update's sequences, and its statistics.
 
@@ -44,7 +71,8 @@ def policy_loss(
     sampler is the proximal policy, and a turn is a contiguous run of trained tokens. `sequence_weights_B` holds each
     row's share of its episode, so that the branches of an episode count as one; rows with weight 0 are padding and
     are ignored. `num_sequences` is the sum of these weights and `num_tokens` the number of trained tokens over the
-    whole update (`loss_denominators`). Both default to those of the given rows.
+    whole update (`loss_denominators`). Both default to those of the given rows, as do the `bounds` that
+    follow from a whole batch (`batch_bounds`). `tell` is given the terms of each token.
     """
     inputs = prepare(
         config,
@@ -61,16 +89,37 @@ def policy_loss(
     # Ratios near 1 do not survive half precision, so ignore the caller's autocast.
     with torch.autocast(policy_logprobs_BT.device.type, enabled=False):
         pool = make_pool(config, inputs)
-        weights = make_weights(config, inputs)
+        weights = make_weights(config, inputs, bounds)
         live_BT = weights.kept_BT & (inputs.advantages_BT != 0)
         context = LossContext(config, inputs, pool, live_BT)
         terms = LOSSES[config.loss](context)
         scale_BT = _scale(config, inputs, num_sequences, num_tokens)
         signal_BT = torch.where(live_BT, scale_BT * weights.weights_BT * terms.loss_BT, 0.0)
         policy_part = signal_BT.sum()
-        kl_part = (scale_BT * _kl_to_reference(context)).sum() if config.kl_coef else policy_part.new_zeros(())
+        kl_BT = scale_BT * _kl_to_reference(context) if config.kl_coef else torch.zeros_like(signal_BT)
+        kl_part = kl_BT.sum()
         stats = collect(context, weights, terms, (policy_part.detach(), kl_part.detach()))
+        if tell is not None:
+            tell(_token_terms(context, weights, terms, signal_BT, kl_BT))
     return policy_part + kl_part, stats
+
+
+@torch.no_grad()
+def _token_terms(context: LossContext, weights: Weights, terms: Terms, signal_BT: Tensor, kl_BT: Tensor) -> TokenTerms:
+    inputs, shape = context.inputs, context.inputs.mask_BT.shape
+    spread_BT = context.pool.spread_BT(terms.log_ratio_N).expand(shape)
+    gates = {name: kept if kept.ndim == 2 else kept.unsqueeze(-1).expand(shape) for name, kept in weights.gates.items()}
+    return TokenTerms(
+        mask_BT=inputs.mask_BT,
+        advantages_BT=inputs.advantages_BT,
+        log_ratio_BT=torch.where(inputs.mask_BT, spread_BT, 0.0),
+        weight_BT=weights.weights_BT,
+        kept_BT=weights.kept_BT,
+        gates=gates,
+        clipped_BT=terms.clipped_BT,
+        policy_BT=signal_BT.detach(),
+        kl_BT=kl_BT.detach(),
+    )
 
 
 def _scale(
@@ -97,9 +146,15 @@ def _denominator(name: str, given: float | Tensor | None, local: Tensor) -> Tens
     if given is None:
         return torch.where(local > 0, local, 1.0)
     divisor = torch.as_tensor(given, dtype=local.dtype, device=local.device)
-    if not bool(torch.isfinite(divisor) & (divisor > 0)):
-        raise ObjectiveError(f"{name} counts the whole update and is positive, not {given}")
+    if isinstance(given, Tensor):
+        require(torch.isfinite(divisor) & (divisor > 0), lambda: _no_count(name, given))
+    elif not 0 < given < math.inf:  # known here: nothing to wait for
+        raise _no_count(name, given)
     return divisor
+
+
+def _no_count(name: str, given: float | Tensor) -> ObjectiveError:
+    return ObjectiveError(f"{name} counts the whole update and is positive, not {given}")
 
 
 def _kl_to_reference(context: LossContext) -> Tensor:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo_core.objective.batch_bounds import k3
 from gspo_core.objective.inputs import Inputs
 from gspo_core.objective.pooling import Pool, token_log_ratio
-from gspo_core.objective.weights import k3
 from gspo_core.objective_config import Band, ObjectiveConfig
 
 # VESPO's own bounds on a token's log ratio and on the log of the product of ratios.
@@ -102,9 +102,23 @@ def _clip_widths(config: ObjectiveConfig, pool: Pool, inputs: Inputs) -> tuple[T
     """How far below and above 1 the ratio of each token's unit may go."""
     if config.band is None:
         new_full = inputs.advantages_BT.new_full
-        return new_full((), config.clip_low), new_full((), config.clip_high)
-    width_BT = pool.spread_BT(band_width(config.band, pool.lengths_N, inputs.policy_BT.dtype))
-    return width_BT, width_BT
+        low_BT, high_BT = new_full((), config.clip_low), new_full((), config.clip_high)
+    else:
+        low_BT = high_BT = pool.spread_BT(band_width(config.band, pool.lengths_N, inputs.policy_BT.dtype))
+    if config.stale_clip is None:
+        return low_BT, high_BT
+    left_BT = pool.spread_BT(stale_share(pool.mean_N(inputs.proximal_BT - inputs.behavior_BT), config.stale_clip))
+    return low_BT * left_BT, high_BT * left_BT
+
+
+def stale_share(drift_N: Tensor, bound: float) -> Tensor:
+    """The share of a clip's width that is left for units whose log ratio to the sampler is `drift_N`.
+
+    As in SAT (2607.18722): all of it within the bound, less beyond it, so the interval lies within the nominal one and
+    the loss is nowhere below PPO's. The form of the fall, half a Gaussian, is ours.
+    """
+    beyond_N = (drift_N.abs() / bound - 1).clamp(min=0)
+    return (-beyond_N.square() / 2).exp()
 
 
 def band_width(band: Band, lengths_N: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,6 +40,7 @@ BUCKETED: Ratios = {
     "kept_frac_off_policy": (("kept_off_policy",), "tokens"),
     "kept_frac_staleness": (("kept_staleness",), "tokens"),
     "kept_frac_correction": (("kept_correction",), "tokens"),
+    "kept_frac_m2": (("kept_m2",), "tokens"),
 }
 OVERALL: Ratios = {
     "ratio_mean": (("ratio",), "units"),
@@ -54,6 +55,7 @@ _NEEDS: Mapping[str, Callable[[ObjectiveConfig], bool]] = {
     "kept_frac_off_policy": lambda config: config.off_policy_gate is not None,
     "kept_frac_staleness": lambda config: config.staleness_cap is not None,
     "kept_frac_correction": lambda config: config.correction.endswith("_mask"),
+    "kept_frac_m2": lambda config: config.m2_bound is not None,
     "dual_clip_frac": lambda config: config.dual_clip is not None,
 }
 

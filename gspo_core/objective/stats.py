@@ -14,9 +14,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from gspo_core.objective.batch_bounds import k3
 from gspo_core.objective.inputs import Inputs
 from gspo_core.objective.losses import LossContext, Terms
-from gspo_core.objective.weights import Weights, k3
+from gspo_core.objective.weights import Weights
 
 # Highest staleness of each bucket; two more hold staler tokens and those of unknown staleness.
 BUCKET_BOUNDS = (0, 1, 2, 4, 8, 16)
@@ -46,6 +47,7 @@ TOKEN_SUMS = (
     "kept_off_policy",
     "kept_staleness",
     "kept_correction",
+    "kept_m2",
     "kl_reference",
     "staleness",
 )
@@ -171,7 +173,7 @@ def _token_sums(inputs: Inputs, weights: Weights, terms: Terms) -> Tensor:
         *_divergences(mismatch_BT),
         *(weight_BT, weight_BT.square(), weights.bounded_BT, raw_BT, raw_BT.square()),
         weights.kept_BT,
-        *(weights.gates.get(name, mask_BT) & mask_BT for name in ("off_policy", "staleness", "correction")),
+        *(weights.gates.get(name, mask_BT) & mask_BT for name in ("off_policy", "staleness", "correction", "m2")),
         _divergences(reference_BT - policy_BT)[1],
         nothing_BT if inputs.staleness_BT is None else inputs.staleness_BT,
     ]

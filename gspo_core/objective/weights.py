@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gspo_core.objective.batch_bounds import BatchBounds, batch_bounds, k3, looks_at_batch
 from gspo_core.objective.inputs import Inputs, ObjectiveError
 from gspo_core.objective_config import ObjectiveConfig
 
@@ -31,23 +32,23 @@ class Weights:
     """What each gate keeps: (B,) for sequence gates, (B, T) for token gates."""
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - 1 - x, for x = log(policy / sampler): under the sampler its mean is the KL divergence."""
-    return torch.expm1(log_ratio) - log_ratio
-
-
 @torch.no_grad()
-def make_weights(config: ObjectiveConfig, inputs: Inputs) -> Weights:
-    """Correction and gates of every trained token."""
+def make_weights(config: ObjectiveConfig, inputs: Inputs, bounds: BatchBounds | None = None) -> Weights:
+    """Correction and gates of every trained token. `bounds` are those of the batch, by default of the given rows."""
     policy_BT = inputs.policy_BT.detach()
     mismatch_BT = inputs.proximal_BT - inputs.behavior_BT
     weights_BT, bounded_BT, survives_BT = _correction(config, inputs, mismatch_BT)
     drift_BT = policy_BT - inputs.behavior_BT if config.anchor == "behavior" else mismatch_BT
-    gates = _sequence_gates(config, inputs, drift_BT)
+    if bounds is None:
+        rows = zip(drift_BT, inputs.mask_BT, strict=True) if looks_at_batch(config) else ()
+        bounds = batch_bounds(config, [row_T[mask_T] for row_T, mask_T in rows])
+    gates = _sequence_gates(config, bounds, inputs, drift_BT)
     kept_BT = inputs.mask_BT
     for kept_B in gates.values():
         kept_BT = kept_BT & kept_B.unsqueeze(-1)
     gates |= _token_gates(config, inputs, policy_BT)
+    if config.m2_bound is not None:
+        gates["m2"] = drift_BT.double().square() <= bounds.square
     if config.correction.endswith("_mask"):
         gates["correction"] = survives_BT
     for gate_BT in gates.values():
@@ -56,12 +57,14 @@ def make_weights(config: ObjectiveConfig, inputs: Inputs) -> Weights:
     return Weights(weights_BT, bounded_BT, kept_BT, gates)
 
 
-def _sequence_gates(config: ObjectiveConfig, inputs: Inputs, drift_BT: Tensor) -> dict[str, Tensor]:
+def _sequence_gates(
+    config: ObjectiveConfig, bounds: BatchBounds, inputs: Inputs, drift_BT: Tensor
+) -> dict[str, Tensor]:
     gates = {}
-    if config.k3_gate is not None:
-        gates["k3"] = inputs.sequence_mean_BT(k3(drift_BT)).squeeze(-1) <= config.k3_gate
-    if config.outlier_gate is not None:
-        gates["outlier"] = (drift_BT.abs() <= config.outlier_gate).all(-1)
+    if bounds.k3_gate is not None:
+        gates["k3"] = inputs.sequence_mean_BT(k3(drift_BT)).squeeze(-1) <= bounds.k3_gate
+    if bounds.outlier_gate is not None:
+        gates["outlier"] = (drift_BT.abs() <= bounds.outlier_gate).all(-1)
     if config.geometric_gate is not None:
         gates["geometric"] = inputs.sequence_mean_BT(drift_BT).squeeze(-1).abs() <= math.log(config.geometric_gate)
     return gates

@@ -37,3 +37,8 @@ class SimulationReport:
     """Bytes in the queue when a batch was taken."""
     num_recoveries: int
     num_rollbacks: int
+    num_late_trained: int
+    """Groups that had waited for rewards."""
+    num_late_dropped: int
+    """Those that were too old by then."""
+    max_waiting_groups: int

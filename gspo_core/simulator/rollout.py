@@ -26,6 +26,9 @@ class SimulatedEpisode:
     starts: int = 0
     """Number of leases; an end scheduled under an earlier lease is void."""
     is_done: bool = False
+    """It has been sampled to its end."""
+    is_late: bool = False
+    """Its reward comes after its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,10 +37,18 @@ class SimulatedGroup:
     episodes: list[SimulatedEpisode]
     dispatched_step: int
     num_done: int = 0
+    num_waiting: int = 0
+    """Episodes that have ended and wait for their reward."""
+    has_waited: bool = False
 
     @property
     def is_ready(self) -> bool:
         return self.num_done == len(self.episodes)
+
+    @property
+    def only_waits(self) -> bool:
+        """For rewards."""
+        return self.num_waiting > 0 and self.num_done + self.num_waiting == len(self.episodes)
 
 
 class Rollout:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
+from gspo_core.invariants import InvalidValue
 from gspo_core.staleness import OnStale
-from gspo_core.types import InvalidValue
 
 # The 99th percentile of a normal distribution, in standard deviations.
 _P99 = 2.3263
@@ -71,6 +72,12 @@ class SimulationSetting:
     num_workers: int = 4
     num_episodes: int = 256
     tokens_per_s: float = 40.0
+    late_reward_share: float = 0.0
+    """Share of episodes whose reward comes ``late_by_s`` after their end."""
+    late_by_s: float = 3600.0
+    on_late_reward: Literal["train", "mask", "drop"] = "mask"
+    max_waiting_groups: int | None = None
+    """Defaults to 256 times ``groups_per_step``, as in a job."""
     chunk_tokens: float = 1024.0
     train_s: float = 3.0
     publish_s: float = 0.5
@@ -82,6 +89,10 @@ class SimulationSetting:
     @property
     def cap(self) -> int:
         return 4 * self.max_staleness if self.staleness_cap is None else self.staleness_cap
+
+    @property
+    def max_waiting(self) -> int:
+        return 256 * self.groups_per_step if self.max_waiting_groups is None else self.max_waiting_groups
 
     @property
     def group_bytes(self) -> int:

@@ -52,12 +52,16 @@ class _Taken:
     age_sum: float = 0.0
     max_age: int = 0
     episodes: int = 0
+    late: int = 0
+    """Groups that had waited for rewards."""
 
 
 class _Simulation:
     def __init__(self, setting: SimulationSetting, seed: int) -> None:
         self._setting = setting
         self._rng = np.random.default_rng(seed)
+        self._late_rng = np.random.default_rng([seed, 1])
+        """Of its own, so that a run with late rewards samples the same episodes as one without."""
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -91,6 +95,7 @@ class _Simulation:
         self._waited_s = 0.0
         self._limits_reached = self._recoveries = self._rollbacks = 0
         self._max_open = self._max_reserved = self._max_held = 0
+        self._max_waiting = self._num_late_dropped = 0
 
     def run(self) -> SimulationReport:
         self._publish()
@@ -134,13 +139,22 @@ class _Simulation:
             return
         self._rollout.end(episode, self._now)
         group = self._open[episode.group]
-        group.num_done += 1
         self._reserved_bytes -= self._episode_bytes - int(episode.tokens) * BYTES_PER_TOKEN
         self._lease()
+        if episode.is_late:
+            group.num_waiting += 1
+            self._at(self._now + self._setting.late_by_s, partial(self._reward, group))
+        else:
+            group.num_done += 1
         if self._is_idle and group.is_ready:
             self._try_to_step()
-        if self._setting.budget_bytes is not None:
+        if self._setting.budget_bytes is not None or group.only_waits:
             self._admit()
+
+    def _reward(self, group: SimulatedGroup) -> None:
+        group.num_waiting, group.num_done, group.has_waited = group.num_waiting - 1, group.num_done + 1, True
+        if self._is_idle and group.is_ready and self._open.get(group.number) is group:
+            self._try_to_step()
 
     def _lose_worker(self, worker: int) -> None:
         lost = self._rollout.lose_worker(worker, self._now)
@@ -159,12 +173,16 @@ class _Simulation:
 
     def _admit(self) -> None:
         setting = self._setting
+        num_waiting = sum(group.only_waits for group in self._open.values())
+        self._max_waiting = max(self._max_waiting, num_waiting)
+        excused = min(num_waiting, setting.max_waiting)
         allowed = groups_admissible(
             max_staleness=setting.max_staleness,
             groups_per_step=setting.groups_per_step,
             num_dispatched=self._num_dispatched,
             num_dropped=self._num_dropped,
             num_published=self._published_step * setting.groups_per_step,
+            num_excused=excused,
         )
         room = self._room()
         while self._again and room > 0:
@@ -173,7 +191,9 @@ class _Simulation:
         for _ in range(min(allowed, room)):
             self._dispatch(self._num_dispatched)
             self._num_dispatched += 1
-        unpublished = self._num_dispatched - self._num_dropped - self._published_step * setting.groups_per_step
+        unpublished = (
+            self._num_dispatched - self._num_dropped - self._published_step * setting.groups_per_step - excused
+        )
         self._max_open = max(self._max_open, unpublished)
         self._max_reserved = max(self._max_reserved, self._reserved_bytes)
         self._lease()
@@ -195,6 +215,9 @@ class _Simulation:
             SimulatedEpisode(number, member, lengths.draw(self._rng), fails=bool(self._rng.random() < failures))
             for member in range(self._setting.group_size)
         ]
+        if self._setting.late_reward_share:
+            for one in episodes:
+                one.is_late = bool(self._late_rng.random() < self._setting.late_reward_share)
         self._lengths[0] += len(episodes)
         self._lengths[1] += sum(one.length for one in episodes)
         self._open[number] = SimulatedGroup(number, episodes, self._published_step)
@@ -208,9 +231,10 @@ class _Simulation:
         num_ready = sum(group.is_ready for group in self._open.values())
         if num_ready < setting.groups_per_step and setting.on_stale != "drop":
             return  # shortcut: the check below would give the same result
+        self._drop_late()
         may_wait = self._waiting_since is None or self._now - self._waiting_since < setting.stale_wait_s
         choice = choose_groups(
-            [self._view(group) for group in self._open.values()],
+            [self._view(group) for group in self._open.values() if not group.only_waits],
             step=self._current.step,
             groups_per_step=setting.groups_per_step,
             staleness_cap=setting.cap,
@@ -225,6 +249,17 @@ class _Simulation:
             self._take(choice.train)
         elif choice.drop:
             self._admit()
+
+    def _drop_late(self) -> None:
+        """Groups that waited for rewards until they were too old, where the job drops those."""
+        if self._setting.on_late_reward != "drop":
+            return
+        late = [self._view(group) for group in self._open.values() if group.is_ready and group.has_waited]
+        for one in late:
+            if one.oldest_step is not None and self._current.step - one.oldest_step > self._setting.cap:
+                self._settle(one.group)
+                self._num_dropped += 1
+                self._num_late_dropped += 1
 
     def _note_wait(self, waits: bool, may_wait: bool) -> None:
         if waits and self._waiting_since is None:
@@ -243,7 +278,7 @@ class _Simulation:
         seen = [one for one in group.episodes if self._rollout.appended(one, self._now)]
         oldest = min((self._rollout.oldest_version(one) for one in seen), default=None)
         step = None if oldest is None else shared_step(self._table[oldest], self._current, self._forks)
-        return OpenGroup(group.number, group.is_ready, step, group.dispatched_step)
+        return OpenGroup(group.number, group.is_ready, step, group.dispatched_step, may_be_old=group.has_waited)
 
     def _take(self, numbers: tuple[int, ...]) -> None:
         """Log, commit and train. The bytes are freed at once, without waiting for the next checkpoint."""
@@ -260,13 +295,23 @@ class _Simulation:
         self._at(ends_at, partial(self._end_step, self._life))
 
     def _account(self, taken: _Taken, groups: Iterable[SimulatedGroup]) -> None:
+        groups = list(groups)
+        taken.late = sum(group.has_waited for group in groups)
         episodes = [one for group in groups for one in group.episodes if not one.fails]
         spans = [span for one in episodes for span in one.spans]
+        any_age = self._setting.on_late_reward == "train"
+        exempt = [
+            any_age and group.has_waited
+            for group in groups
+            for one in group.episodes
+            if not one.fails
+            for _ in one.spans
+        ]
         ages = token_staleness(
             np.array([version for version, _ in spans], dtype=np.int32), self._table, self._current, self._forks
         )
         tokens = np.array([count for _, count in spans])
-        kept = ages <= self._setting.cap
+        kept = (ages <= self._setting.cap) | np.array(exempt, dtype=bool)
         taken.trained = float(tokens[kept].sum())
         taken.masked = float(tokens[~kept].sum())
         taken.age_sum = float((tokens * ages)[kept].sum())
@@ -363,4 +408,7 @@ class _Simulation:
             max_held_bytes=self._max_held,
             num_recoveries=self._recoveries,
             num_rollbacks=self._rollbacks,
+            num_late_trained=sum(one.late for one in self._taken),
+            num_late_dropped=self._num_late_dropped,
+            max_waiting_groups=self._max_waiting,
         )

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Literal, Required, TypedDict
 
-from gspo_core.env import EnvironmentFailed, InvalidEnvironment, load_environment
+from gspo_core.env import AgentStart, Environment, EnvironmentFailed, InvalidEnvironment, load_environment
 from gspo_core.environment_records import JudgedRecord
 from gspo_core.json_value import JSON
 from gspo_core.outbound import guard_connections, parse_networks
@@ -93,10 +93,21 @@ def _validated(order: Order) -> JudgedRecord:
     return validate(order["ref"], order["config"], model=model, timeout_s=timeout_s, agent=agent).to_json()
 
 
+def _loaded(order: Order) -> Environment:
+    agent = order.get("agent")
+    if agent is None:
+        return load_environment(order["ref"], order["config"])
+    if order["do"] == "play":
+        raise InvalidEnvironment(
+            "an agent plays it, which asks a policy for its turns: the first step of a job tries it"
+        )
+    return load_environment(order["ref"], order["config"], agent=AgentStart.from_json(agent))
+
+
 def _excerpt(order: Order) -> Result | Refusal:
     """``{"result": ...}``, or ``{"error": text}`` about the environment or the question."""
     try:
-        environment = load_environment(order["ref"], order["config"])
+        environment = _loaded(order)
         match order["do"]:
             case "schema":
                 return {"result": excerpts.schema(environment)}

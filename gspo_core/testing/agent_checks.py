@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from urllib.parse import urlsplit
 
 from gspo_core.env import AgentEnvironment, EnvironmentFailed
 from gspo_core.env.agent_runs import AgentFailed, Llm, variables_for
+from gspo_core.json_value import JSON
 from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split
 
@@ -20,7 +22,9 @@ MAX_LOOKED_AT = 500
 async def examine_agent(environment: AgentEnvironment) -> AsyncIterator[Check]:
     yield _start(environment)
     yield await _tasks(environment)
-    yield _reward(environment)
+    yield (
+        _reward(environment) if environment.start.judge is None else await _judge(environment, environment.start.judge)
+    )
     yield Check(
         "episodes", Status.SKIP, "an agent is played by no rehearsal: a job's first step shows whether its episodes end"
     )
@@ -30,6 +34,8 @@ def _start(environment: AgentEnvironment) -> Check:
     start = environment.start
     if start.url is not None:
         return Check("start", Status.SKIP, "the service is not called here: it would play an episode")
+    if start.pull:
+        return Check("start", Status.SKIP, "nothing is started: agents fetch their episodes")
     if start.command is None:
         return Check("start", Status.PASS, "a function, which runs in a process apart")
     program = start.command[0]
@@ -62,10 +68,31 @@ async def _tasks(environment: AgentEnvironment) -> Check:
     return Check("tasks", Status.PASS, f"{counts['train']} to train, {counts['eval']} held out", counts)
 
 
+async def _judge(environment: AgentEnvironment, given: Mapping[str, JSON]) -> Check:
+    """Its prompt is made for the first task; it is not asked, for it would have nothing to judge."""
+    from pydantic import ValidationError
+
+    from gspo_core.judge_spec import JudgeSpec, NoSuchField
+
+    try:
+        judge = JudgeSpec.model_validate(dict(given))
+        task = json.loads(json.dumps(dict(await environment.task(Split.TRAIN, 0)))) if judge.asks_for_task else {}
+        judge.ask(lambda: "", "", task)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return Check("reward", Status.FAIL, f"agent.judge.{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except (NoSuchField, TypeError, ValueError) as error:
+        return Check("reward", Status.FAIL, f"agent.judge.prompt: {error}")
+    where = urlsplit(judge.url).hostname
+    return Check("reward", Status.PASS, f"by {judge.model} of {where}, which is not asked here")
+
+
 def _reward(environment: AgentEnvironment) -> Check:
     if environment.has_judge:
-        return Check("reward", Status.PASS, "by get_reward")
+        return Check("reward", Status.PASS, f"by {environment.start.reward or 'get_reward'}")
     if environment.start.command is not None:
         return Check("reward", Status.WARN, "there is no get_reward, so the program has to post its reward")
+    if environment.start.pull:
+        return Check("reward", Status.SKIP, "there is no get_reward, so the agent has to tell its reward at the end")
     what = "return" if environment.start.is_function else "answer with, or post,"
     return Check("reward", Status.SKIP, f"there is no get_reward, so the agent has to {what} its reward")

@@ -101,7 +101,7 @@ async def play(
     given = _by_oracle(environment, task) if turns is None else [_turn(one) for one in turns[:MAX_TURNS]]
     session = environment.session(limits=timeouts, episode_id="try")
     shown: list[TrialEntry] = []
-    stop = None
+    stop, paid = None, 0.0
     try:
         start = await session.start(task, seed)
         shown += [{"from": "environment", "message": message} for message in start.messages]
@@ -110,13 +110,19 @@ async def play(
             shown.append({"from": "policy", "text": turn.text, "calls": calls})
             observation = await session.act(turn)
             shown += [{"from": "environment", "message": message} for message in observation.messages]
+            paid += observation.reward or 0.0
             if observation.done:
                 stop = str(observation.stop_reason)
                 break
         reward, parts = await session.score()
     finally:
         await session.close()
-    return {"transcript": [_plain(one) for one in shown], "stop_reason": stop, "reward": reward, "reward_parts": parts}
+    return {
+        "transcript": [_plain(one) for one in shown],
+        "stop_reason": stop,
+        "reward": reward + paid,
+        "reward_parts": parts,
+    }
 
 
 def _by_oracle(environment: Environment, task: Mapping[str, JSON]) -> list[ParsedTurn]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from gspo_core.env import (
     CallStatus,
@@ -23,12 +23,11 @@ from gspo_core.env import (
     ToolCall,
 )
 from gspo_core.json_value import JSON
-from gspo_core.messages import Content, Message, ParameterSchema, ToolSchema, other_parts
+from gspo_core.messages import Content, Message, other_parts
+from gspo_core.testing.random_calls import Action
 from gspo_core.types import StopReason
 
 T = TypeVar("T")
-Action: TypeAlias = str | tuple[str, Mapping[str, JSON]]
-"""Words of the policy, or the name of a tool and its arguments."""
 
 
 @dataclass
@@ -67,6 +66,8 @@ class Rehearsal:
     def __init__(self, environment: Environment, timeouts: Timeouts) -> None:
         self.session: Session = environment.session(limits=timeouts, episode_id="rehearsal")
         self.transcript = Transcript()
+        self._paid = 0.0
+        """What its turns were paid."""
 
     async def start(self, task: Mapping[str, JSON], seed: int = 0) -> None:
         start = await self._timed("reset", self.session.start(task, seed))
@@ -82,6 +83,7 @@ class Rehearsal:
         self.transcript.contents.append("".join(_text(message["content"]) for message in observation.messages))
         self._note("an answer", observation.messages)
         self.transcript.stop = observation.stop_reason
+        self._paid += observation.reward or 0.0
 
     def _note(self, place: str, messages: Sequence[Message]) -> None:
         self.transcript.other_parts += [f"{place}: {kind}" for message in messages for kind in other_parts(message)]
@@ -89,7 +91,8 @@ class Rehearsal:
     async def end(self, *, score: bool = True) -> Transcript:
         try:
             if score:
-                self.transcript.reward, _ = await self._timed("score", self.session.score())
+                reward, _ = await self._timed("score", self.session.score())
+                self.transcript.reward = reward + self._paid
         finally:
             await self.session.close()
             self.transcript.close_failure = self.session.close_failure
@@ -136,43 +139,6 @@ def as_turn(action: Action) -> ParsedTurn:
         return ParsedTurn(action)
     name, arguments = action
     return ParsedTurn("", (ToolCall(name, dict(arguments), CallStatus.OK, "", 0, 1),))
-
-
-def random_actions(tools: Sequence[ToolSchema], task: Mapping[str, JSON], num_turns: int, seed: int) -> list[Action]:
-    """Calls that fit the schemas, now and then with words from the task; words alone where there are no tools."""
-    generator = random.Random(seed)
-    texts = ["a", "1", "hello", *(value for value in task.values() if isinstance(value, str))]
-    if not tools:
-        return [generator.choice(texts) for _ in range(num_turns)]
-    actions: list[Action] = []
-    for _ in range(num_turns):
-        function = generator.choice(tools)["function"]
-        parameters = function.get("parameters", {})
-        required = parameters.get("required", ())
-        arguments = {
-            name: _value(schema, generator, texts)
-            for name, schema in parameters.get("properties", {}).items()
-            if name in required or generator.random() < 0.5
-        }
-        actions.append((function["name"], arguments))
-    return actions
-
-
-def _value(schema: ParameterSchema, generator: random.Random, texts: Sequence[str]) -> JSON:
-    if "enum" in schema:
-        return generator.choice(schema["enum"])
-    kind = schema.get("type")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind == "array":
-        return [_value(schema.get("items", {}), generator, texts) for _ in range(generator.randint(0, 2))]
-    values: dict[str | None, JSON] = {
-        "integer": generator.randint(0, 5),
-        "number": generator.choice((0.5, 1.0, 2.0)),
-        "boolean": generator.random() < 0.5,
-        "object": {},
-        "null": None,
-    }
-    return values.get(kind, generator.choice(texts))
 
 
 def _text(content: Content | None) -> str:

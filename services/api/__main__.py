@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -20,14 +21,11 @@ from services.api.http.document import V1
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import DataDir
 from services.hosts.registry import EnvironmentRegistry
-from services.process.http_server import serve_http
-from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
-from services.process.telemetry import configure_logging
+from services.process.telemetry import configure_logging, tell_unread_settings
 from services.state.away import Away
-from services.state.client import connect
+from services.state.client import RedisClient, connect
 from services.state.queue import Bus
-from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 
 # Requests are short and streams end by themselves; whatever is open after this is cut. Deployments allow more, for
@@ -44,6 +42,12 @@ WAIT_S = 10.0
 
 async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S) -> None:
     """Serve until `stop` is set."""
+    # Late, like all that nothing else needs at the start.
+    from services.files.audit_log import AuditLog
+    from services.process.first_to_end import first_to_end, unless_set
+    from services.process.http_server import serve_http
+    from services.state.installation import Installation
+
     keys = [key.get_secret_value() for key in settings.api_keys]
     data_dir = DataDir(settings.data_dir)
     ring = KeyRing(data_dir.keys)
@@ -54,12 +58,10 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
 
     async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=data_dir.jobs)
-        # A server that cannot hold our functions ends this process, with the reason; one that is away does not.
-        with contextlib.suppress(Away, TimeoutError):
-            async with asyncio.timeout(FIRST_CONTACT_S):
-                await store.load_functions()
-                await warn_if_weaker(redis)
-                await store.rebuild()
+        installation = Installation(redis, data_dir)
+        # A server that cannot hold our functions ends this process, with the reason; so does one of another
+        # installation. One that is away does not.
+        await unless_set(stop, _meet(redis, store, installation.check))
         backend = Backend(
             store,
             Bus(redis, lease_s=settings.lease_s),
@@ -76,14 +78,27 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             keys=keys,
             ring=ring,
             may_be_open=is_loopback(settings.api_host),
-            audit=Audit(data_dir.audit),
+            audit=Audit(AuditLog(data_dir.audit).append),
             stopping=stop,
             lease_s=settings.lease_s,
         )
         await _build_routes(app)
-        await serve_http(
-            app, settings.api_host, settings.api_port, stop, grace_s=grace_s, settings="GSPO_API_HOST, GSPO_API_PORT"
-        )
+        address = settings.api_host, settings.api_port
+        serving = serve_http(app, *address, stop, grace_s=grace_s, settings="GSPO_API_HOST, GSPO_API_PORT")
+        await first_to_end(serving, installation.run())
+
+
+async def _meet(redis: RedisClient, store: Store, check: Callable[[], Awaitable[None]]) -> None:
+    from services.state.server_promises import warn_if_weaker
+
+    with contextlib.suppress(Away, TimeoutError):
+        async with asyncio.timeout(FIRST_CONTACT_S) as contact:
+            await store.load_functions()
+            contact.reschedule(None)
+            await check()
+            contact.reschedule(asyncio.get_running_loop().time() + FIRST_CONTACT_S)
+            await warn_if_weaker(redis)
+            await store.rebuild()
 
 
 async def _build_routes(app: FastAPI) -> None:
@@ -101,14 +116,18 @@ async def _build_routes(app: FastAPI) -> None:
 
 
 def main() -> int:
+    from services.process.lifecycle import run_until_signalled
+    from services.state.installation import WrongInstallation
+
     parser = argparse.ArgumentParser(prog="python -m services.api", description="Serve the API and the viewer.")
     parser.add_argument("--grace-s", type=int, default=GRACE_S, help="seconds to finish open requests after a signal")
     grace_s = parser.parse_args().grace_s
     try:
         settings = load_settings()
         configure_logging("api", level=settings.log_level, log_format=settings.log_format)
+        tell_unread_settings()
         return run_until_signalled(lambda stop: serve(settings, stop, grace_s), grace_s=grace_s + LEAVING_S)
-    except (SettingsError, AccessRefused) as error:
+    except (SettingsError, AccessRefused, WrongInstallation) as error:
         print(f"services.api: {error}", file=sys.stderr)
         return 2
 

@@ -17,10 +17,11 @@ from gspo_core import __version__
 from services.api.http import errors
 from services.api.http.access import Access, AccessMiddleware, own_job
 from services.api.http.audit import Audit
+from services.api.http.brakes import Brakes
 from services.api.http.context import ApiContext, Backend, OpenBackend
 from services.api.http.document import V1, Application
 from services.api.http.key_ring import KeyRing
-from services.api.http.limits import RateLimit
+from services.api.http.limits import RateLimit, SharedRateLimit
 from services.api.http.presence import Presence
 from services.api.http.repeats import RepeatMiddleware
 from services.api.http.requests import RequestMiddleware
@@ -33,14 +34,19 @@ from services.api.routes import (
     engines,
     environments,
     episodes,
+    erasing,
     events,
     fine_tuning,
+    forks,
     health,
     jobs,
+    leases,
     metrics,
     pages,
+    replays,
     settings,
     telemetry,
+    traffic,
     trajectories,
     workers,
 )
@@ -49,9 +55,12 @@ from services.api.views.codecs import Codecs
 from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
+from services.api.views.replays import ReplayWork
 from services.process.cancelling import cancel_all
 from services.state.drains import Drains
+from services.state.functions import Functions
 from services.state.kept_replies import KeptReplies
+from services.state.loans import Loans
 from services.state.resubmissions import Resubmissions
 from services.state.worker_requests import WorkerRequests
 
@@ -77,21 +86,15 @@ def create_app(
     The caller sets `stopping` before it shuts down, since open streams would hold it up.
     """
 
-    traffic = Traffic()
+    seen = Traffic()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_backend() as backend:
             presence = Presence(backend.store, lease_s, time.monotonic)
-            context = _context(backend, presence, traffic, ring, stopping or asyncio.Event(), ping_s)
-            app.state.context = context
-            watching = asyncio.create_task(presence.run(), name="presence")
-            try:
+            app.state.context = _context(backend, presence, seen, ring, stopping or asyncio.Event(), ping_s)
+            async with _at_work(app.state.context, presence):
                 yield
-            finally:
-                await context.exports.close()
-                await cancel_all([watching], again_after_s=0.1)
-                await presence.close()
 
     app = Application(
         title="GSPO",
@@ -106,12 +109,27 @@ def create_app(
     # The last middleware added sees a request first.
     app.add_middleware(RepeatMiddleware)
     app.add_middleware(
-        AccessMiddleware, access=Access(keys, ring, may_be_open=may_be_open), limit=RateLimit(time.monotonic)
+        AccessMiddleware,
+        access=Access(keys, ring, may_be_open=may_be_open),
+        limit=SharedRateLimit(RateLimit(time.monotonic)),
+        brakes=Brakes(time.monotonic),
     )
-    app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
+    app.add_middleware(RequestMiddleware, traffic=seen, audit=audit)
     errors.install(app)
     _include_routes(app)
     return app
+
+
+@asynccontextmanager
+async def _at_work(context: ApiContext, presence: Presence) -> AsyncIterator[None]:
+    watching = asyncio.create_task(presence.run(), name="presence")
+    try:
+        yield
+    finally:
+        await context.exports.close()
+        await context.replays.close()
+        await cancel_all([watching], again_after_s=0.1)
+        await presence.close()
 
 
 def _include_routes(app: FastAPI) -> None:
@@ -121,7 +139,7 @@ def _include_routes(app: FastAPI) -> None:
     # Each on its own, not below one router for all: every request walks through every level.
     for module in (
         *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
-        *(capabilities, keys_of_others, fine_tuning, settings),
+        *(capabilities, keys_of_others, fine_tuning, settings, leases, forks, replays, traffic, erasing),
     ):
         refusals = errors.documented(400, 401, 403, 404, 422, 429, 503)
         app.include_router(module.router, prefix=V1, dependencies=[Depends(own_job)], responses=refusals)
@@ -133,6 +151,8 @@ def _context(
     return ApiContext(
         store=backend.store,
         bus=backend.bus,
+        functions=Functions(backend.redis),
+        loans=Loans(Functions(backend.redis)),
         history=TrainedHistory(backend.jobs_dir),
         codecs=Codecs(backend.jobs_dir),
         stopping=stopping,
@@ -142,6 +162,7 @@ def _context(
         ring=ring,
         worker_requests=WorkerRequests(backend.redis),
         exports=Exports(),
+        replays=ReplayWork(),
         drains=Drains(backend.redis),
         resubmissions=Resubmissions(backend.redis),
         replies=KeptReplies(backend.redis),

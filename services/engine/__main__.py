@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,26 +20,34 @@ from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
 from services.engine.protocol import Reader
 from services.engine.scheduler import Scheduler
+from services.engines.keys import EngineKeys, KeyPair, NoKeyForEngine, is_routable, warning
+from services.process.account import tell_of_root
 from services.process.lifecycle import run_until_signalled
-from services.process.settings import load_settings
-from services.process.telemetry import configure_logging, get_logger
+from services.process.settings import Settings, SettingsError, load_settings
+from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main() -> int:
     arguments = _parse()
-    settings = load_settings()
+    try:
+        settings = load_settings()
+        keys = _keys(settings, arguments.host, arguments.port)
+    except (SettingsError, NoKeyForEngine) as error:
+        print(f"services.engine: {error}", file=sys.stderr)
+        return 2
     configure_logging("engine", level=settings.log_level, log_format=settings.log_format, port=arguments.port)
+    tell_unread_settings()
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     decoder = Decoder(
         arguments.model, device=device, dtype=_DTYPES[arguments.dtype], context_length=arguments.context_length
     )
-    return run_until_signalled(functools.partial(_serve, arguments, decoder))
+    return run_until_signalled(functools.partial(_serve, arguments, decoder, keys), computes=True)
 
 
-async def _serve(arguments: argparse.Namespace, decoder: Decoder, stop: asyncio.Event) -> None:
+async def _serve(arguments: argparse.Namespace, decoder: Decoder, keys: KeyPair, stop: asyncio.Event) -> None:
     scheduler = Scheduler(
         decoder,
         max_concurrency=arguments.max_concurrency,
@@ -53,12 +62,16 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, stop: asyncio.
         engine_seed=arguments.random_seed,
     )
     info = {"max_running_requests": arguments.max_concurrency, "random_seed": arguments.random_seed}
-    server = _server(create_app(engine, reader, _text_decoder(arguments.model), info), arguments)
+    url = f"http://{arguments.host}:{arguments.port}"
+    app = create_app(engine, reader, _text_decoder(arguments.model), info, keys)
+    server = _server(app, arguments, lambda: get_logger().info("serving", url=url, model=arguments.model.name))
     async with asyncio.TaskGroup() as tasks:
         steps = tasks.create_task(engine.run(), name="steps")
         serving = tasks.create_task(server.serve(), name="http")
         stopping = tasks.create_task(stop.wait(), name="stop")
-        get_logger().info("serving", url=f"http://{arguments.host}:{arguments.port}", model=arguments.model.name)
+        tell_of_root()
+        if keys == KeyPair() and is_routable(url):
+            get_logger().warning(warning(url))
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine.pause("abort")  # every caller gets the tokens sampled for it so far
         server.should_exit = True
@@ -69,8 +82,20 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, stop: asyncio.
         raise RuntimeError(f"cannot listen on {arguments.host}:{arguments.port}")
 
 
-def _server(app: Starlette, arguments: argparse.Namespace) -> uvicorn.Server:
+def _keys(settings: Settings, host: str, port: int) -> KeyPair:
+    """Others may know this engine by the name of its machine."""
+    return EngineKeys.read(settings.engine_keys).of_engine([host, socket.gethostname()], port)
+
+
+def _server(app: Starlette, arguments: argparse.Namespace, tell: Callable[[], None]) -> uvicorn.Server:
+    """``tell`` is called when it can be reached."""
+
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                tell()
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield  # run_until_signalled handles signals

@@ -19,10 +19,13 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from gspo_core import lora_adapter
+from services.engine.access import Access
 from services.engine.checkpoint import CheckpointRejected
 from services.engine.engine import CacheNotFlushed, EmbeddedEngine
 from services.engine.protocol import (
@@ -30,6 +33,8 @@ from services.engine.protocol import (
     BadRequest,
     PauseBody,
     Reader,
+    UpdateFromAdapterBody,
+    UpdateFromDeltasBody,
     UpdateFromDiskBody,
     UpdateLabelBody,
     invalid_body,
@@ -39,6 +44,9 @@ from services.engine.protocol import (
 )
 from services.engine.scheduler import DuplicateRequest, RequestFailed
 from services.engine.weight_receiver import JoinBody, LeaveBody, TensorsBody, WeightReceiver, WeightsRefused
+from services.engines.keys import KeyPair
+from services.files import weight_deltas
+from services.files.weight_deltas import DeltaRefused
 
 PROTOCOL_VERSION = "0.5.23"
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed: requests are running on it."
@@ -46,7 +54,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def create_app(
-    engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: Mapping[str, int]
+    engine: EmbeddedEngine,
+    reader: Reader,
+    decode: Callable[[list[int]], str],
+    info: Mapping[str, int],
+    keys: KeyPair | None = None,
 ) -> Starlette:
     """``decode`` renders the ``text`` of answers, which is for display only; ``info`` goes into ``/server_info``."""
     handlers = _Handlers(engine, reader, decode, info)
@@ -64,7 +76,11 @@ def create_app(
         assert isinstance(error, HTTPException)
         return _json({"detail": error.detail}, error.status_code)
 
-    return Starlette(routes=routes, exception_handlers={BadRequest: on_bad_request, HTTPException: on_http_error})
+    return Starlette(
+        routes=routes,
+        exception_handlers={BadRequest: on_bad_request, HTTPException: on_http_error},
+        middleware=[Middleware(Access, keys=keys or KeyPair(), control=_CONTROL)],
+    )
 
 
 _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
@@ -74,6 +90,8 @@ _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
         "/pause_generation": "pause",
         "/continue_generation": "resume",
         "/update_weights_from_disk": "update_weights",
+        "/update_weights_from_deltas": "follow_deltas",
+        "/update_weights_from_adapter": "take_adapter",
         "/update_weight_version": "update_label",
         "/begin_weight_update": "begin_update",
         "/end_weight_update": "end_update",
@@ -94,6 +112,10 @@ _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
         "/v1/loads": "loads",
     },
 }
+
+
+_CONTROL = frozenset(path for methods, paths in _ROUTES.items() if "POST" in methods for path in paths) - {"/generate"}
+"""Paths of calls that change weights or what runs."""
 
 
 class _Handlers:
@@ -165,6 +187,31 @@ class _Handlers:
         suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
         return _updated(True, f"Succeeded to update model weights.{suffix}")
 
+    async def take_adapter(self, http: HttpRequest) -> Response:
+        body = read_body(await http.body(), UpdateFromAdapterBody)
+        try:
+            await self._engine.take_adapter(Path(body.path), body.weight_version, flush_cache=body.flush_cache)
+        except CheckpointRejected as error:
+            return _updated(False, f"Failed to get weights iterator: {error}")
+        except CacheNotFlushed:
+            return _updated(False, _NOT_FLUSHED)
+        return _updated(True, f"Weight version updated to {body.weight_version}.")
+
+    async def follow_deltas(self, http: HttpRequest) -> Response:
+        body = read_body(await http.body(), UpdateFromDeltasBody)
+        if not body.paths:
+            raise invalid_body("paths: one version at least")
+        directories = [Path(path) for path in body.paths]
+        try:
+            await self._engine.follow_deltas(
+                directories, body.base_version, body.weight_version, flush_cache=body.flush_cache
+            )
+        except DeltaRefused as error:
+            return _updated(False, str(error))
+        except CacheNotFlushed:
+            return _updated(False, _NOT_FLUSHED)
+        return _updated(True, f"Weight version updated to {body.weight_version}.")
+
     async def update_label(self, http: HttpRequest) -> Response:
         body = read_body(await http.body(), UpdateLabelBody)
         if body.abort_all_requests:
@@ -234,6 +281,11 @@ class _Handlers:
                 "dtype": str(decoder.dtype).removeprefix("torch."),
                 "device": str(decoder.device),
                 "status": "ready",
+                "weight_deltas": weight_deltas.FORMAT,
+                "weight_adapters": lora_adapter.FORMAT,
+                "tp_size": 1,
+                "dp_size": 1,
+                "pp_size": 1,
                 **self._info,
             }
         )

@@ -31,6 +31,12 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, torch.Size], optional:
             tensors.update(load_file(path))
         except (OSError, SafetensorError) as error:
             raise CheckpointRejected(f"{path.name} cannot be read: {error}") from error
+    require_fit(tensors, shapes, optional)
+    return tensors
+
+
+def require_fit(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], optional: frozenset[str]) -> None:
+    """Raises ``CheckpointRejected``."""
     missing = shapes.keys() - tensors.keys() - optional
     unknown = tensors.keys() - shapes.keys()
     if missing or unknown:
@@ -40,7 +46,6 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, torch.Size], optional:
             raise CheckpointRejected(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(shapes[name])}")
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise CheckpointRejected(f"{name} contains values that are not finite floating-point numbers")
-    return tensors
 
 
 def _files(directory: Path) -> list[Path]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from services.engine.adapters import AdapterReader
 from services.engine.checkpoint import CheckpointRejected, read_checkpoint
+from services.engine.deltas import follow
 from services.engine.model import Decoder
 from services.engine.scheduler import PauseMode, Request, Scheduler
+from services.files.weight_deltas import DeltaRefused
 
 # One turn of the loop reads a request, the next one starts its handler: between two steps both can happen.
 _LOOP_TURNS = 2
@@ -37,6 +40,9 @@ class EmbeddedEngine:
         """The label for callers; differs from the scheduler's only after ``CacheNotFlushed``."""
         self.num_loads = 0
         """How often the weights were replaced."""
+        self._digest = -1, ""
+        """Of the weights after so many loads."""
+        self._adapters = AdapterReader()
         self._wake = asyncio.Event()
         self._update = asyncio.Lock()
 
@@ -91,6 +97,28 @@ class EmbeddedEngine:
             tensors = await asyncio.to_thread(read_checkpoint, directory, shapes, self.decoder.tied)
             await self._switch(tensors, self.scheduler.label if label is None else label, flush_cache)
             self.model_dir = directory
+
+    async def take_adapter(self, directory: Path, label: str, *, flush_cache: bool) -> None:
+        """Replaces the weights by the base with additions. ``CheckpointRejected``: nothing happened."""
+        async with self._update:
+            shapes = {name: tensor.shape for name, tensor in self.decoder.parameters.items()}
+            tensors = await asyncio.to_thread(self._adapters.read, directory, label, shapes, self.decoder.tied)
+            await self._switch(tensors, label, flush_cache)
+            self.model_dir = directory
+
+    async def follow_deltas(self, directories: Sequence[Path], base: str, label: str, *, flush_cache: bool) -> None:
+        """Goes on from ``base``, which it must hold. ``DeltaRefused``: nothing happened."""
+        async with self._update:
+            if self.label != base:
+                raise DeltaRefused(f"the deltas build on {base}, and {self.label} is held")
+            num_loads, digest = self._digest
+            known = digest if num_loads == self.num_loads else None
+            reached = await asyncio.to_thread(follow, self.decoder.parameters, base, directories, known_digest=known)
+            if reached.label != label:
+                raise DeltaRefused(f"the deltas lead to {reached.label}, not to {label}")
+            await self._switch(reached.tensors, label, flush_cache)
+            self._digest = self.num_loads, reached.digest
+            self.model_dir = directories[-1]
 
     async def take_weights(
         self, tensors: Mapping[str, Tensor], label: str, *, flush_cache: bool, unless_after: int

@@ -101,6 +101,19 @@ class UpdateFromDiskBody(msgspec.Struct):
     abort_all_requests: bool = False
 
 
+class UpdateFromDeltasBody(msgspec.Struct):
+    paths: list[str]
+    base_version: str
+    weight_version: str
+    flush_cache: bool = True
+
+
+class UpdateFromAdapterBody(msgspec.Struct):
+    path: str
+    weight_version: str
+    flush_cache: bool = True
+
+
 class UpdateLabelBody(msgspec.Struct):
     new_version: str
     abort_all_requests: bool = True

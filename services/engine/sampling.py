@@ -1,8 +1,9 @@
 """Drawing tokens from the whole distribution at a temperature, reproducibly for each request.
 
-Rule: the number behind the i-th token of a request is a function of the request's seed and i alone, so neither the
-other requests of a batch, nor a pause, nor a retraction changes what a request samples. The log-prob is always that of
-softmax(logits / temperature) in float32. No top-k, top-p or penalties: a trainer could not reproduce those.
+Rule: the number behind a token is a function of its request's seed and of the number of ids before it alone, so neither
+the other requests of a batch, nor a pause, nor a retraction changes what a request samples, nor whether an answer is
+asked for at once or in pieces. The log-prob is always that of softmax(logits / temperature) in float32. No top-k, top-p
+or penalties: a trainer could not reproduce those.
 
 Shapes by suffix: B requests; behind it, for logits and what comes of them, the vocabulary.
 """

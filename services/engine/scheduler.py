@@ -37,7 +37,7 @@ _ROW = np.dtype(
     [
         ("num_cached", np.int64),  # tokens whose keys and values are in the row
         ("last_id", np.int64),
-        ("num_output", np.uint64),
+        ("place", np.uint64),  # ids before the token to come
         ("seed", np.uint64),
         ("temperature", np.float32),
     ]
@@ -212,7 +212,7 @@ class Scheduler:
         )
         batch = Batch(self._tensor(ids_N), self._tensor(positions_N), num_decode, longest, prefills)
         logits_B = self._decoder.forward(batch, self._cache)
-        uniforms_B = self._tensor(uniforms(rows["seed"], rows["num_output"]))
+        uniforms_B = self._tensor(uniforms(rows["seed"], rows["place"]))
         ids_B, logprobs_B = sample(logits_B, self._tensor(rows["temperature"].copy()), uniforms_B)
         rows["num_cached"][:num_decode] += 1
         for row, _, end in prefills:
@@ -220,7 +220,7 @@ class Scheduler:
             if (entry := self.running[row].entry) is not None:
                 self._prefixes.ready(entry)
         rows["last_id"] = ids_B.cpu().numpy()
-        rows["num_output"] += np.uint64(1)
+        rows["place"] += np.uint64(1)
         self._record(ids_B.tolist(), logprobs_B.tolist())
 
     def load(self) -> Load:
@@ -277,7 +277,7 @@ class Scheduler:
         if request.cached_tokens is None:
             request.cached_tokens = num_shared
         self.num_prefilled += len(tokens) - num_shared
-        self._rows[row] = (0, 0, len(request.output_ids), request.seed, request.temperature)
+        self._rows[row] = (0, 0, len(tokens), request.seed, request.temperature)
         self.running.append(request)
 
     def _record(self, ids: list[int], logprobs: list[float]) -> None:

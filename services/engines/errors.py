@@ -14,6 +14,10 @@ class EngineUnavailable(EngineError):
     """No usable answer: unreachable, connection lost, busy, or a server error. Retry, perhaps elsewhere."""
 
 
+class EngineKeyRefused(EngineUnavailable):
+    """The engine asks for another key and did nothing. The text says which setting names it."""
+
+
 class EngineRejected(EngineError):
     """The engine refused this call and is unchanged. It will refuse the same call again."""
 

@@ -11,26 +11,29 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from services.engines.errors import NoSuchKind
+from services.engines.keys import NO_KEYS, EngineKeys
 from services.engines.protocol import Connect, Engine
 from services.engines.sglang import open_sglang
+from services.engines.vllm import open_vllm
 
-OpenKind = Callable[[int], AbstractAsyncContextManager[Connect]]
-"""From a number of connections per engine to a context that connects to engines of the kind."""
+OpenKind = Callable[[int, EngineKeys], AbstractAsyncContextManager[Connect]]
+"""From a number of connections per engine, and keys, to a context that connects to engines of the kind."""
 
 DEFAULT_KIND = "sglang"
 KINDS: Mapping[str, OpenKind] = {
     DEFAULT_KIND: open_sglang,
+    "vllm": open_vllm,
 }
 
 
 @asynccontextmanager
-async def open_engines(*, max_connections: int = 512) -> AsyncIterator[Connect]:
+async def open_engines(keys: EngineKeys = NO_KEYS, *, max_connections: int = 512) -> AsyncIterator[Connect]:
     """Connects to engines of every kind while it is open.
 
     A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
     """
     async with AsyncExitStack() as stack:
-        kinds = {name: await stack.enter_async_context(open_(max_connections)) for name, open_ in KINDS.items()}
+        kinds = {name: await stack.enter_async_context(open_(max_connections, keys)) for name, open_ in KINDS.items()}
 
         def connect(address: str) -> Engine:
             """Raises NoSuchKind."""

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class ProcessGroup:
     """Made by ``join``. Errors of torch are RuntimeErrors."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self._group: Group | None = group
 
     @classmethod
     async def join(
@@ -38,15 +39,21 @@ class ProcessGroup:
 
     async def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0 sends; the others receive into tensors of the same shapes and types, in the same order."""
-        await in_own_thread(lambda: self._broadcast(tensors))
+        await in_own_thread(partial(_broadcast, self._group, tensors))
 
     def close(self) -> None:
-        """Returns at once; calls that still wait for the other end run into their timeouts."""
-        threading.Thread(target=dist.destroy_process_group, args=(self._group,), daemon=True).start()
+        """Returns at once; calls that still wait for the other end run into their timeouts. Its connections end with
+        the last reference to torch's group, so this keeps none."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
-    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=self._group)
+
+def _broadcast(group: Group | None, tensors: Iterable[Tensor]) -> None:
+    if group is None:
+        raise RuntimeError("the group was closed")
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0, group=group)
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:

@@ -88,6 +88,17 @@ class Capabilities:
     """Whether answers name the weights that sampled each token. Training needs it."""
     advice: str = ""
     """What to run instead if something is missing."""
+    group_problem: str = ""
+    """Why tensors cannot be sent to it through a process group; empty if they can."""
+    num_ranks: int = 1
+    """Members that it is in such a group: one behind the other, and each is sent everything."""
+    takes_deltas: bool = False
+    takes_adapters: bool = False
+    """Whether it merges published low-rank additions into their base by itself."""
+    is_unguarded: bool = False
+    """Whether it takes control calls without a key at an address that other machines may reach."""
+    quantization: str = ""
+    """The method by which it quantises its weights; empty where it says that it does not, or nothing."""
 
 
 class Sampling(Protocol):
@@ -110,6 +121,11 @@ class Sampling(Protocol):
         ``rid`` must be fresh and is chosen when left out. ``extra_key`` names a space of the prefix cache. Cancelling
         the call aborts the request in the engine.
 
+        ``sampling_seed``, in [0, 2**31): the number behind a token is a function of it and of the token's place behind
+        all ids before it, so pieces of an answer that are asked for with one seed draw no number twice. What an engine
+        makes of that is its kind's: some draw the same whatever the pieces, some where the pieces are the same, and
+        some pass it over.
+
         ``vocab_size``: of the model behind, which may be another one for each call. EngineRejected: an input id lies
         outside, and nothing was sent. EngineProtocolError: a sampled one does.
         """
@@ -122,7 +138,7 @@ class Sampling(Protocol):
 
 
 class WeightLoading(Protocol):
-    """New weights: pause, load (from a folder, or tensor by tensor through a process group), resume."""
+    """New weights: pause, load (from a folder, or block by block through a process group), resume."""
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """``retract`` drops keys and values, ``in_place`` keeps them, ``abort`` ends the requests."""
@@ -135,6 +151,21 @@ class WeightLoading(Protocol):
 
         ``flush_cache`` must be False after an ``in_place`` pause. EngineRejected, EngineUnavailable: the old weights
         serve on. EngineDirty: unknown weights.
+        """
+
+    async def load_deltas(
+        self, paths: Sequence[Path], label: str, *, base: str, flush_cache: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Goes from ``base`` along the deltas of these versions to ``label``, and verifies that it calls them that.
+
+        Only for an engine that ``takes_deltas``. EngineDirty: it holds something else than ``base``, or a delta is
+        missing, doubled or damaged.
+        """
+
+    async def load_adapter(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
+        """Loads the additions in ``path`` over the base that they name, and verifies that it calls the sum ``label``.
+
+        Only for an engine that ``takes_adapters``; fails as ``load_weights`` does.
         """
 
     async def join_weight_group(
@@ -150,11 +181,12 @@ class WeightLoading(Protocol):
         tensors: Sequence[tuple[str, str, list[int]]],
         *,
         group: str,
-        label: str,
+        label: str | None,
         flush_cache: bool,
         timeout_s: float = 600.0,
     ) -> None:
-        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
+        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile, end
+        to end as one block of bytes. ``label`` comes with the last block of an update, and is None before it."""
 
     async def end_weight_update(self) -> None:
         """No more tensors follow. EngineRejected: no update was under way."""
@@ -174,6 +206,9 @@ class Condition(Protocol):
 
     async def load(self) -> EngineLoad:
         """Its load, by its own account."""
+
+    async def until_lost(self) -> None:
+        """Returns when the engine ends a connection on which nothing is asked, or when none can be made."""
 
     async def is_ready(self) -> bool:
         """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""

@@ -11,21 +11,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import os
-import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import httpx
 import msgspec
 
-from gspo_core.types import MAX_LOGPROB
-from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from services.engines.http_connection import HttpAnswer
+from services.engines import quantization
+from services.engines.errors import (
+    EngineDirty,
+    EngineError,
+    EngineKeyRefused,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+)
+from services.engines.http_engine import (
+    CONNECT_TIMEOUT_S,
+    CONTROL_TIMEOUT_S,
+    GENERATE_TIMEOUT,
+    Body,
+    HttpEngine,
+    open_http,
+    tokens_problem,
+)
+from services.engines.keys import NO_KEYS, EngineKeys, KeyPair, is_routable
 from services.engines.protocol import (
     Capabilities,
     Connect,
@@ -36,54 +49,12 @@ from services.engines.protocol import (
     PauseMode,
     Span,
 )
-from services.engines.token_ids import TokenIds
-from services.engines.transport import EngineHttp, EngineTransport
+from services.engines.sglang_versions import FLATTENED, EngineProfile, group_problem, num_ranks
 
-_CONNECT_TIMEOUT_S = 5.0
-_CONTROL_TIMEOUT_S = 30.0
-_CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-_ABORT_TIMEOUT_S = 2.0
 _REPAIR_TIMEOUT_S = 10.0
-# Refusals by a proxy in front of an engine, not about the request itself: timed out, too early, too many.
-_NOT_NOW = frozenset({408, 425, 429})
-# A request waits as long as its engine is paused, so a generate call has no deadline of its own.
-_GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
 # SGLang's text when new weights are in place although the call failed, and when no weight was touched.
 _REPLACED_BUT_FAILED = "Weights were updated"
 _NOTHING_REPLACED = "Failed to get weights iterator"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class EngineProfile:
-    """Capabilities of an engine, by the version of SGLang that it reports."""
-
-    version: tuple[int, int, int]
-
-    @classmethod
-    def parse(cls, text: str) -> EngineProfile:
-        """``0.5.23``, ``0.5.12.post1``; raises EngineProtocolError."""
-        match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-        if match is None:
-            raise EngineProtocolError(f"an engine version must look like 0.5.23, not {text!r}")
-        major, minor, patch = map(int, match.groups())
-        return cls((major, minor, patch))
-
-    @property
-    def names_versions(self) -> bool:
-        """Whether answers name the weights that sampled each token; training needs it."""
-        return self.version >= (0, 5, 19)
-
-    @property
-    def has_ready(self) -> bool:
-        return self.version >= (0, 5, 20)
-
-    @property
-    def has_weight_sessions(self) -> bool:
-        """Whether sent tensors must stand between ``begin_weight_update`` and ``end_weight_update``."""
-        return self.version >= (0, 5, 21)
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self.version))
 
 
 class _Load(msgspec.Struct):
@@ -135,43 +106,23 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
-_Body: TypeAlias = Mapping[
-    str, str | float | bool | msgspec.Raw | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, float] | None
-]
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scored = msgspec.json.Decoder(_Scored).decode
 
 
-def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
-    """A connection pool fit for engines: one connection per concurrent request, kept alive, no proxies.
-
-    A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
-    """
-    return EngineHttp(EngineTransport(max_connections), _GENERATE_TIMEOUT)
-
-
 @contextlib.asynccontextmanager
-async def open_sglang(max_connections: int) -> AsyncIterator[Connect]:
+async def open_sglang(max_connections: int, keys: EngineKeys = NO_KEYS) -> AsyncIterator[Connect]:
     """Connects to engines while it is open; all of them share one pool."""
     async with open_http(max_connections=max_connections) as http:
-        yield lambda url: EngineClient(url, http)
+        yield lambda url: EngineClient(url, http, keys.for_engine(url))
 
 
-class EngineClient:
+class EngineClient(HttpEngine):
     """One engine. Calls may overlap freely; the connection pool belongs to the caller."""
 
-    def __init__(
-        self,
-        url: str,
-        http: httpx.AsyncClient,
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self._http = http
-        self._keys = {False: api_key, True: admin_api_key or api_key}
+    def __init__(self, url: str, http: httpx.AsyncClient, keys: KeyPair | None = None) -> None:
+        super().__init__(url, http, keys)
         self._has_weight_sessions: bool | None = None
 
     async def generate(
@@ -194,7 +145,7 @@ class EngineClient:
         Cancelling the call aborts the request in the engine.
         """
         rid = rid or os.urandom(16).hex()
-        body: _Body = {
+        body: Body = {
             "rid": rid,
             "input_ids": self._checked_input(input_ids, max_new_tokens, vocab_size),
             "return_logprob": True,
@@ -204,18 +155,15 @@ class EngineClient:
             "sampling_params": _sampling_params(max_new_tokens, temperature, tuple(stop_token_ids), sampling_seed),
         }
         try:
-            response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+            response = await self._call("POST", "/generate", body, timeout=GENERATE_TIMEOUT)
         except (asyncio.CancelledError, EngineUnavailable):
-            # The request may still be running there, but nothing awaits it now. (RuntimeError: the pool is closed.)
-            with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
-                async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                    await self.abort(rid)
+            await self._abort_unawaited(rid)
             raise
         return self._read_generation(response.content, rid, max_new_tokens, vocab_size)
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
-        body: _Body = {
+        body: Body = {
             "rid": os.urandom(16).hex(),
             "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
@@ -223,7 +171,7 @@ class EngineClient:
             "stream": False,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         }
-        response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+        response = await self._call("POST", "/generate", body, timeout=GENERATE_TIMEOUT)
         try:
             meta = _decode_scored(response.content).meta_info
         except msgspec.DecodeError as error:
@@ -248,7 +196,7 @@ class EngineClient:
             "POST",
             f"/flush_cache?timeout={timeout_s}",
             admin=True,
-            timeout=httpx.Timeout(_CONTROL_TIMEOUT_S + timeout_s, connect=_CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(CONTROL_TIMEOUT_S + timeout_s, connect=CONNECT_TIMEOUT_S),
         )
 
     async def load_weights(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
@@ -257,18 +205,38 @@ class EngineClient:
         Pause first, else the engine lets its running requests end. ``flush_cache`` must be False after an ``in_place``
         pause. EngineRejected: the old weights serve on. EngineDirty: unknown weights.
         """
-        body: _Body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        body: Body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        await self._load("/update_weights_from_disk", body, label, timeout_s)
+
+    async def load_deltas(
+        self, paths: Sequence[Path], label: str, *, base: str, flush_cache: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """A path of the embedded engine only. A refusal shows that it does not hold what it was believed to hold."""
+        body: Body = {
+            "paths": [str(path) for path in paths],
+            "base_version": base,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+        }
+        await self._load("/update_weights_from_deltas", body, label, timeout_s, may_refuse=False)
+
+    async def load_adapter(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
+        """A path of the embedded engine only."""
+        body: Body = {"path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        await self._load("/update_weights_from_adapter", body, label, timeout_s)
+
+    async def _load(self, path: str, body: Body, label: str, timeout_s: float, *, may_refuse: bool = True) -> None:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
-            await self._call("POST", "/update_weights_from_disk", body, admin=True, timeout=timeout)
+            await self._call("POST", path, body, admin=True, timeout=timeout)
         except EngineRejected as refusal:
-            if _NOTHING_REPLACED in str(refusal):
+            if may_refuse and _NOTHING_REPLACED in str(refusal):
                 raise
             if _REPLACED_BUT_FAILED not in str(refusal):
-                raise EngineDirty(f"{self.url}: a weight load failed halfway: {refusal}") from refusal
+                raise EngineDirty(f"{self.url}: a weight load failed: {refusal}") from refusal
             await self._finish_replaced(label)
         except EngineUnavailable as lost:
-            if isinstance(lost.__cause__, httpx.ConnectError):
+            if isinstance(lost, EngineKeyRefused) or isinstance(lost.__cause__, httpx.ConnectError):
                 raise
             raise EngineDirty(f"{self.url}: no answer to a weight load: {lost}") from lost
         held = (await self.info()).label
@@ -287,7 +255,7 @@ class EngineClient:
         self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
         """Returns when all members have met: let the sender join meanwhile."""
-        body: _Body = {
+        body: Body = {
             "master_address": host,
             "master_port": port,
             "rank_offset": rank,
@@ -295,7 +263,7 @@ class EngineClient:
             "group_name": name,
             "backend": backend,
         }
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         await self._call("POST", "/init_weights_update_group", body, admin=True, timeout=timeout)
 
     async def receive_weights(
@@ -303,21 +271,23 @@ class EngineClient:
         tensors: Sequence[tuple[str, str, list[int]]],
         *,
         group: str,
-        label: str,
+        label: str | None,
         flush_cache: bool,
         timeout_s: float = 600.0,
     ) -> None:
-        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
+        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile, end
+        to end as one block of bytes. ``label`` comes with the last block of an update, and is None before it."""
         names, dtypes, shapes = zip(*tensors, strict=True)
-        body: _Body = {
+        body: Body = {
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
             "group_name": group,
             "weight_version": label,
             "flush_cache": flush_cache,
+            "load_format": FLATTENED,
         }
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         await self._call("POST", "/update_weights_from_distributed", body, admin=True, timeout=timeout)
 
     async def leave_weight_group(self, name: str) -> None:
@@ -344,9 +314,25 @@ class EngineClient:
         return EngineProfile.parse(str((await self.server_info()).get("version")))
 
     async def capabilities(self) -> Capabilities:
-        profile = await self.profile()
+        said = await self.server_info()
+        profile = EngineProfile.parse(str(said.get("version")))
         self._has_weight_sessions = profile.has_weight_sessions  # the version at this address may have changed
-        return Capabilities(f"SGLang {profile}", profile.names_versions, advice="0.5.19 and later do")
+        return Capabilities(
+            f"SGLang {profile}",
+            profile.names_versions,
+            advice="0.5.19 and later do",
+            group_problem=group_problem(said),
+            num_ranks=num_ranks(said),
+            takes_deltas=said.get("weight_deltas") == 1,
+            takes_adapters=said.get("weight_adapters") == 1,
+            quantization=quantization.named(said.get("quantization")),
+            is_unguarded=is_routable(self.url) and await self._takes_control_without_key(),
+        )
+
+    async def _takes_control_without_key(self) -> bool:
+        nothing: Body = {"rid": os.urandom(16).hex()}
+        answer = await self._send("POST", "/abort_request", nothing, admin=True, shows_key=False)
+        return answer.status_code == 200
 
     async def _asks_for_sessions(self) -> bool:
         if self._has_weight_sessions is None:
@@ -386,23 +372,10 @@ class EngineClient:
         """The new weights are in place, but the cache and the label are old: repair both."""
         try:
             await self.flush_cache(timeout_s=_REPAIR_TIMEOUT_S)
-            new_label: _Body = {"new_version": label, "abort_all_requests": False}
+            new_label: Body = {"new_version": label, "abort_all_requests": False}
             await self._call("POST", "/update_weight_version", new_label, admin=True)
         except EngineError as error:
             raise EngineDirty(f"{self.url}: it has new weights but an old cache or label: {error}") from error
-
-    def _checked_input(
-        self, input_ids: Sequence[int], max_new_tokens: int, vocab_size: int | None = None
-    ) -> msgspec.Raw:
-        """The ids as JSON. Refuses ids that would crash a real engine."""
-        if not input_ids:
-            raise ValueError("a request needs at least one input id")
-        ids = input_ids if isinstance(input_ids, TokenIds) else TokenIds(input_ids)
-        if vocab_size is not None and ids.largest >= vocab_size:
-            raise EngineRejected(f"{self.url}: not sent: input ids must be in [0, {vocab_size}), not {ids.largest}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        return msgspec.Raw(ids.to_json())
 
     def _read_generation(self, content: bytes, rid: str, max_new_tokens: int, vocab_size: int | None) -> Generation:
         try:
@@ -413,11 +386,9 @@ class EngineClient:
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
         broken = (
             (meta.id != rid and f"rid {meta.id!r} instead of {rid!r}")
-            or (len(output_ids) > max_new_tokens and f"{len(output_ids)} tokens, {max_new_tokens} were requested")
             or (meta.completion_tokens != len(output_ids) and f"completion_tokens {meta.completion_tokens}")
             or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of different ids")
-            or (not all(-math.inf < logprob <= MAX_LOGPROB for logprob in logprobs) and "log-probs out of range")
-            or (_has_foreign_ids(output_ids, vocab_size) and "ids outside the vocabulary")
+            or tokens_problem(output_ids, logprobs, max_new_tokens, vocab_size)
         )
         if broken:
             raise EngineProtocolError(f"{self.url}: answer of {len(output_ids)} tokens with {broken}")
@@ -440,52 +411,6 @@ class EngineClient:
             case "stop" | "length" | "abort":
                 return finish.type
         raise EngineProtocolError(f"{self.url}: unknown finish reason {finish.type!r}")
-
-    async def _json(self, path: str) -> dict[str, Any]:
-        response = await self._call("GET", path)
-        try:
-            return msgspec.json.decode(response.content, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineProtocolError(f"{self.url}{path}: {error}") from error
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: _Body | None = None,
-        *,
-        admin: bool = False,
-        timeout: httpx.Timeout | None = None,
-    ) -> HttpAnswer:
-        """The answer if it is a 2xx; anything else becomes one of our errors."""
-        answer = await self._send(method, path, body, admin=admin, timeout=timeout)
-        if 200 <= answer.status_code < 300:
-            return answer
-        problem = f"{method} {self.url}{path}: {answer.status_code}: {_error_text(answer.content)}"
-        is_busy = answer.status_code >= 500 or answer.status_code in _NOT_NOW
-        raise EngineUnavailable(problem) if is_busy else EngineRejected(problem)
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: _Body | None = None,
-        *,
-        admin: bool = False,
-        timeout: httpx.Timeout | None = None,
-    ) -> HttpAnswer:
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        if key := self._keys[admin]:
-            headers["Authorization"] = f"Bearer {key}"
-        content = b"" if body is None else msgspec.json.encode(body)
-        given, url, http = timeout or _CONTROL_TIMEOUT, self.url + path, self._http
-        try:
-            if isinstance(http, EngineHttp):
-                return await http.ask(method, url, headers, content, given)
-            response = await http.request(method, url, content=content, headers=headers, timeout=given)
-            return HttpAnswer(response.status_code, response.content)
-        except httpx.TransportError as error:
-            raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -515,22 +440,5 @@ def _sampling_params(
     return msgspec.Raw(msgspec.json.encode(params))
 
 
-def _has_foreign_ids(output_ids: list[int], vocab_size: int | None) -> bool:
-    return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (vocab_size or math.inf)
-
-
 def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _error_text(content: bytes) -> str:
-    """The message inside any of SGLang's error shapes."""
-    try:
-        body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
-        return content[:500].decode("utf-8", "replace")
-    if isinstance(body, dict):
-        error = body.get("error", body)
-        text = error.get("message", error) if isinstance(error, dict) else error
-        return str(text)[:2000]
-    return str(body)[:500]

@@ -21,6 +21,8 @@ import httpx
 from services.engines.http_connection import HttpAnswer, HttpConnection, NotHttp
 
 _Origin = tuple[str, str, int]
+# A server that failed at a request may end the connection right after its answer, without a word about it there.
+_FAILED = 500
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -57,7 +59,9 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 raise httpx.ReadError(f"connection lost: {error}") from error
             except NotHttp as error:
                 raise httpx.RemoteProtocolError(f"not an HTTP/1.1 answer: {error}") from error
-            if line.is_usable:
+            if answer.status_code >= _FAILED:
+                line.close()
+            elif line.is_usable:
                 self._idle[origin].append(line)
             return answer
 

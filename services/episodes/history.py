@@ -13,10 +13,10 @@ from typing import cast
 from gspo_core.chat import ChatCodec, NotText
 from gspo_core.env import IMAGES, EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
 from gspo_core.messages import ForkReason
+from gspo_core.observations import within
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
-from services.episodes.observations import within
 from services.episodes.worlds import WorldSnapshot
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, TurnReward
 from services.engines.protocol import Span
 from services.engines.token_ids import TokenIds
 from services.episodes.policy import Sampled
@@ -50,6 +50,8 @@ class Ledger:
         self.versions: set[int] = set()
         """The versions that sampled at least one token."""
         self.last_engine = ""
+        self.turn_rewards: tuple[TurnReward, ...] = ()
+        """What turns were paid, once the episode is scored."""
         self._branch = 0
         self._token_ids = TokenIds()
         self._num_sealed = 0
@@ -169,6 +171,7 @@ class Ledger:
             cache_mode=cache_mode,
             outcome=outcome,
             spent=spent,
+            turn_rewards=self.turn_rewards if outcome is not None else (),
         )
         self.num_segments += 1
         self._num_sealed = len(self._token_ids)

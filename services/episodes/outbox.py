@@ -17,7 +17,7 @@ from typing import Protocol
 from gspo_core.codec import encode
 from gspo_core.types import Segment
 from services.episodes.retry import Retrier
-from services.state.queue import Append
+from services.state.queue import Append, Kept
 
 # One call blocks the server while it runs; several short ones let others in between.
 MAX_CALL_BYTES = 4 * 1024 * 1024
@@ -28,24 +28,29 @@ DISTANCE_S = 0.02
 class Appends(Protocol):
     """The one method of the queue that is used here."""
 
-    async def append(self, job: str, token: str, appends: Sequence[Append]) -> None: ...
+    async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class _Parcel:
-    """The segments of one call of ``append``; they are stored together or not at all."""
+    """What one call of ``append`` was given; it is stored together or not at all."""
 
-    appends: list[Append]
+    appends: list[Append | Kept]
     called: asyncio.Future[None]
     """Done when the parcel is settled, or when its caller has to send for all."""
     settled: bool = False
-    abandoned: bool = False
-    """Its caller no longer waits for it."""
     failure: Exception | None = None
 
     @property
     def size_bytes(self) -> int:
-        return sum(len(append.payload) for append in self.appends)
+        return sum(len(one.snapshot.data if isinstance(one, Kept) else one.payload) for one in self.appends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    parcels: Sequence[_Parcel]
+    over: asyncio.Future[None]
+    """Done when nothing of it is sent any more."""
 
 
 class Outbox:
@@ -58,17 +63,21 @@ class Outbox:
         self._retrier = retrier
         self._waiting: list[_Parcel] = []
         self._sender: _Parcel | None = None
+        self._under_way: _Call | None = None
         self._next_call = 0.0
 
-    async def append(self, segments: Sequence[Segment], note: str = "") -> None:
+    async def append(self, segments: Sequence[Segment], note: str = "", kept: Kept | None = None) -> None:
         """Returns when ``segments`` of one episode are durable; otherwise raises ``Refused`` or another failure.
 
-        ``note`` says where the episode stands, to be read in the queue.
+        ``note`` says where the episode stands, to be read in the queue; ``kept`` is stored behind the segments.
         """
-        if not segments:
+        appends: list[Append | Kept] = [to_append(segment, note) for segment in segments]
+        if kept is not None:
+            appends.append(kept)
+        if not appends:
             return
         called = asyncio.get_running_loop().create_future()
-        parcel = _Parcel([to_append(segment, note) for segment in segments], called)
+        parcel = _Parcel(appends, called)
         self._waiting.append(parcel)
         if self._sender is None:
             self._sender = parcel
@@ -78,15 +87,23 @@ class Outbox:
             while not parcel.settled:
                 await self._keep_distance()
                 await self._send_some()
+        except asyncio.CancelledError:
+            await self._withdraw(parcel)
+            raise
         finally:
-            parcel.abandoned = True
             if self._sender is parcel:
                 self._hand_over()
         if parcel.failure is not None:
             raise parcel.failure
 
+    async def _withdraw(self, parcel: _Parcel) -> None:
+        """Who reads next what is durable must not be overtaken by it: it is not sent any more, or it has arrived."""
+        self._waiting = [one for one in self._waiting if one is not parcel]
+        if self._sender is not parcel and self._under_way is not None and parcel in self._under_way.parcels:
+            await asyncio.shield(self._under_way.over)
+
     def _hand_over(self) -> None:
-        self._sender = next((one for one in self._waiting if not one.abandoned), None)
+        self._sender = next(iter(self._waiting), None)
         if self._sender is not None and not self._sender.called.done():
             self._sender.called.set_result(None)
 
@@ -96,13 +113,18 @@ class Outbox:
 
     async def _send_some(self) -> None:
         parcels = self._next_parcels()
-        failure = await self._send(parcels)
-        if failure is not None and len(parcels) > 1:
-            # One episode fails the whole call: send each alone to find out which.
-            for parcel in parcels:
-                self._settle([parcel], await self._send([parcel]))
-        else:
-            self._settle(parcels, failure)
+        self._under_way = _Call(parcels, asyncio.get_running_loop().create_future())
+        try:
+            failure = await self._send(parcels)
+            if failure is not None and len(parcels) > 1:
+                # One episode fails the whole call: send each alone to find out which.
+                for parcel in parcels:
+                    self._settle([parcel], await self._send([parcel]))
+            else:
+                self._settle(parcels, failure)
+        finally:
+            self._under_way.over.set_result(None)
+            self._under_way = None
         self._next_call = asyncio.get_running_loop().time() + DISTANCE_S
 
     def _next_parcels(self) -> list[_Parcel]:

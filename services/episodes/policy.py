@@ -50,10 +50,12 @@ class Policy(Protocol):
         temperature: float,
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
+        sampling_seed: int | None = None,
     ) -> Sampled:
         """At least one token. Waits until an engine can answer; raises ``Drained`` if the worker leaves meanwhile.
 
-        ``prefer_engine`` has this history in its prefix cache.
+        ``prefer_engine`` has this history in its prefix cache. ``sampling_seed`` is the engine's
+        (`services.engines.protocol`); given again with the rest of a piece, the answer goes on as it was begun.
 
         The answer may be shorter than asked for without ending in a stop token: the caller asks for the rest.
         """

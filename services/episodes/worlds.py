@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
+from gspo_core.endings import TurnTally
 from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
-from services.episodes.tally import TurnTally
 
-SCHEMA = 1
+SCHEMA = 2
+# 1 had no rewards by turn in the tally.
+READABLE = (1, SCHEMA)
 # A larger value in one call would hold up every other client.
 MAX_WORLD_BYTES = 1024 * 1024
 
@@ -57,7 +59,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
             found = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
             return None
-        return found if found.schema == SCHEMA else None
+        return found if found.schema in READABLE else None
 
     def stands_at(self, record: Sequence[Segment], stop_ids: Collection[int]) -> bool:
         """Whether it holds every action of ``record``, and no other."""

@@ -39,12 +39,13 @@ def save(data_dir: Path, to: IO[bytes]) -> int:
     """Returns the number of files."""
     count = 0
     with tarfile.open(fileobj=to, mode="w|gz", pax_headers={_LAYOUT: str(LAYOUT)}) as archive:
-        for path in _files(data_dir, NOT_SAVED):
+        for path in plain_files(data_dir, NOT_SAVED):
             count += _add(archive, path, path.relative_to(data_dir))
     return count
 
 
-def _files(directory: Path, without: Collection[str] = ()) -> Iterator[Path]:
+def plain_files(directory: Path, without: Collection[str] = ()) -> Iterator[Path]:
+    """In the order in which they are to be saved."""
     seen = set(without)
     for _ in range(MAX_LOOKS):
         names = sorted(set(_names(directory)) - seen)
@@ -55,7 +56,7 @@ def _files(directory: Path, without: Collection[str] = ()) -> Iterator[Path]:
             if path.is_symlink():
                 continue
             if path.is_dir():
-                yield from _files(path)
+                yield from plain_files(path)
             elif path.is_file():
                 yield path
 

@@ -1,4 +1,5 @@
-"""The batch logs of a job as files: one ``batches/ep<E>-step<S>`` per step.
+"""The batch logs of a job as files: one ``batches/ep<E>-step<S>`` per step, and compressed in ``archive/`` where a job
+keeps all of them (``services.files.batch_archive``).
 
 The rule kept here: a file under its final name is complete, flushed to disk and never written again. Together with the
 checkpoints it is the truth of a run. ``gspo_core.log.batches`` defines the bytes; the fork records of epochs decide
@@ -7,12 +8,14 @@ which of them are void. ``services.files.batch_view`` shows the files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import io
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from gspo_core.log import batches
 from gspo_core.log.batches import BatchExtra, DamagedBatch, LoggedBatch, UnknownBatchSchema, decode_batch, encode_batch
-from gspo_core.staleness import Position, in_history
+from gspo_core.staleness import Position
 from gspo_core.types import Group
 from services.files.durable import make_directory, remove_unfinished, write_once
 from services.files.job_dir import JobDir, parse_step_name, positions_in, step_name
@@ -25,7 +28,6 @@ __all__ = [
     "LoggedBatch",
     "UnknownLogSchema",
     "batch_files",
-    "batches_after",
     "read_batch",
     "spent",
 ]
@@ -58,11 +60,14 @@ class BatchLog:
         self._job = job
 
     def path(self, epoch: int, step: int) -> Path:
-        return self._job.batch(Position(epoch, step))
+        """Where the log lies, or would."""
+        at = Position(epoch, step)
+        path, archived = self._job.batch(at), self._job.archived(at)
+        return archived if not path.exists() and archived.exists() else path
 
     def write(self, epoch: int, step: int, groups: Sequence[Group], extra: BatchExtra) -> Path:
         """Write the batch of ``step``; when this returns, it survives a crash of the machine."""
-        path = self.path(epoch, step)
+        path = self._job.batch(Position(epoch, step))
         make_directory(path.parent)
         try:
             write_once(path, encode_batch(Position(epoch, step), groups, extra), epoch=epoch)
@@ -72,17 +77,32 @@ class BatchLog:
 
     def read(self, epoch: int, step: int) -> LoggedBatch:
         """The batch of ``step``, checked."""
-        path = self.path(epoch, step)
-        if not path.is_file():
-            raise BatchLogNotFound(f"there is no {path}")
-        return read_batch(path)
+        try:
+            return read_batch(self.path(epoch, step))
+        except FileNotFoundError:  # it may have been archived just now
+            path = self.path(epoch, step)
+            if not path.is_file():
+                raise BatchLogNotFound(f"there is no {path}") from None
+            return read_batch(path)
 
-    def groups_of(self, epoch: int, step: int) -> tuple[int, ...]:
-        """The numbers of a batch's groups, to find one: reads only the index, unchecked."""
+    def size(self, epoch: int, step: int) -> int:
+        """In bytes, as it was written; 0 where it is gone."""
+        from gspo_core.log.archive import HEADER_BYTES, plain_size  # loaded once a log is looked at
+
         path = self.path(epoch, step)
         try:
             with path.open("rb") as file:
-                return batches.group_numbers(file.read(batches.index_length(file.read(batches.HEADER_BYTES))))
+                return plain_size(file.read(HEADER_BYTES)) or path.stat().st_size
+        except (FileNotFoundError, DamagedBatch):
+            return 0
+
+    def groups_of(self, epoch: int, step: int) -> tuple[int, ...]:
+        """The numbers of a batch's groups, to find one: of a log that is not archived it reads only the index, and
+        checks nothing."""
+        path = self.path(epoch, step)
+        try:
+            with path.open("rb") as file:
+                return _group_numbers(file)
         except FileNotFoundError:
             raise BatchLogNotFound(f"there is no {path}") from None
         except DamagedBatch as error:
@@ -90,40 +110,39 @@ class BatchLog:
 
     def steps(self) -> list[Position]:
         """The position of every file, in order."""
+        return sorted({*positions_in(self._job.batches), *positions_in(self._job.archive)})
+
+    def written(self) -> list[Position]:
+        """Of those that are not archived."""
         return positions_in(self._job.batches)
 
     def remove_unfinished(self, epoch: int) -> None:
         """Remove half-written files of trainers before ``epoch``: they have lost the job."""
-        remove_unfinished(self._job.batches, epoch)
+        for directory in (self._job.batches, self._job.archive):
+            remove_unfinished(directory, epoch)
 
     def remove(self, positions: Collection[tuple[int, int]]) -> None:
-        """Remove exactly these files; one that is written at the same time stays."""
+        """Remove exactly these files, not what is archived; one that is written at the same time stays."""
         for epoch, step in positions:
-            self.path(epoch, step).unlink(missing_ok=True)  # another trainer may be faster
+            self._job.batch(Position(epoch, step)).unlink(missing_ok=True)  # another trainer may be faster
+
+
+def _group_numbers(file: BinaryIO) -> tuple[int, ...]:
+    from gspo_core.log.archive import plain, plain_size
+
+    header = file.read(batches.HEADER_BYTES)
+    if plain_size(header):
+        return _group_numbers(io.BytesIO(plain(header + file.read())))
+    return batches.group_numbers(file.read(batches.index_length(header)))
 
 
 def batch_files(directory: Path) -> list[Path]:
     """The batch logs in ``directory``, or in the batches of a job with that directory, in order."""
-    batches_of_job = JobDir(directory).batches
-    root = batches_of_job if batches_of_job.is_dir() else directory
-    return [root / step_name(at) for at in positions_in(root)]
-
-
-def batches_after(
-    start: Position, found: Collection[tuple[int, int]], newest_epoch: int, forks: Mapping[int, Position]
-) -> list[Position]:
-    """The batches of ``found`` that a run of ``newest_epoch`` trains again after ``start``, in order.
-
-    ``newest_epoch`` is the last that began, and ``forks`` says where each epoch forked off. Batches of an epoch beyond
-    the fork of its successor are void, however late a zombie wrote them: those groups were trained otherwise. The
-    sequence ends at the first missing step.
-    """
-    positions = (Position(epoch, step) for epoch, step in sorted(found))
-    valid = {at.step: at for at in positions if in_history(at, newest_epoch, forks)}
-    row: list[Position] = []
-    while (step := start.step + 1 + len(row)) in valid:
-        row.append(valid[step])
-    return row
+    job = JobDir(directory)
+    if not job.batches.is_dir():
+        return [directory / step_name(at) for at in positions_in(directory)]
+    log = BatchLog(job)
+    return [log.path(epoch, step) for epoch, step in log.steps()]
 
 
 def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
@@ -134,8 +153,10 @@ def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) 
 
 def read_batch(path: Path) -> LoggedBatch:
     """The content of the file at ``path``; raises ``DamagedBatchLog`` unless it is exactly what was written."""
+    from gspo_core.log.archive import plain
+
     try:
-        batch = decode_batch(path.read_bytes())
+        batch = decode_batch(plain(path.read_bytes()))
     except UnknownBatchSchema as error:
         raise UnknownLogSchema(path, str(error)) from error
     except DamagedBatch as error:

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from gspo_core.advantage import episode_advantages
+import numpy as np
+
 from gspo_core.chat import Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.log.advantages import logged_advantages
+from gspo_core.log.tokens import BranchTokens, tokens_of
 from gspo_core.spec import JobSpec
 from gspo_core.types import Branch, Group, Trajectory
 from services.files.batch_log import DamagedBatchLog, LoggedBatch, batch_files, read_batch
@@ -42,9 +45,9 @@ class BatchView:
         spec = _spec_beside(path)
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
 
-    def age(self, version: int) -> int | None:
-        """In steps, as the trainer saw it when it took the batch."""
-        return self.batch.extra.get("staleness", {}).get(str(version))
+    def tokens(self, episode: Trajectory) -> list[BranchTokens]:
+        """Ages are in steps, as the trainer saw them when it took the batch."""
+        return tokens_of(episode, self.batch.extra.get("staleness", {}))
 
     def text(self, token_ids: Sequence[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(token_ids)
@@ -120,23 +123,29 @@ def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[EpisodeRecord
                     "stop_reason": str(one.outcome.stop_reason),
                     "reward": one.reward,
                     "reward_parts": dict(one.outcome.reward_parts),
-                    "turn_rewards": {str(s.turn): s.turn_reward for s in one.segments if s.turn_reward is not None},
+                    "turn_rewards": _turn_rewards(one),
                     "advantage": view.advantages.get(str(one.key)),
-                    "branches": [_branch_record(view, branch) for branch in one.branches],
+                    "branches": [
+                        _branch_record(view, branch, tokens)
+                        for branch, tokens in zip(one.branches, view.tokens(one), strict=True)
+                    ],
                 }
 
 
-def _branch_record(view: BatchView, branch: Branch) -> BranchRecord:
-    versions = branch.versions.tolist()
+def _turn_rewards(trajectory: Trajectory) -> dict[str, float]:
+    return {str(turn): reward for turn, reward in enumerate(trajectory.turn_rewards) if reward is not None}
+
+
+def _branch_record(view: BatchView, branch: Branch, tokens: BranchTokens) -> BranchRecord:
     return {
         "temperature": branch.segments[0].temperature,
-        "token_ids": branch.token_ids.tolist(),
-        "action_mask": branch.action_mask.tolist(),
-        "behavior_logprobs": branch.behavior_logprobs.tolist(),
-        "turn_ids": branch.turn_ids.tolist(),
-        "versions": versions,
-        "staleness": [view.age(version) for version in versions],
-        "text": view.text(branch.token_ids.tolist()),
+        "token_ids": tokens.token.tolist(),
+        "action_mask": tokens.is_sampled.tolist(),
+        "behavior_logprobs": np.where(tokens.is_sampled, tokens.logprob, np.float32(0)).tolist(),
+        "turn_ids": tokens.turn.tolist(),
+        "versions": tokens.version.tolist(),
+        "staleness": [None if age < 0 else age for age in tokens.staleness.tolist()],
+        "text": view.text(tokens.token.tolist()),
     }
 
 
@@ -152,26 +161,27 @@ def _episode_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
         f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
         f"{dict(outcome.reward_parts)}" + ("" if advantage is None else f"  advantage {advantage:+.4f}")
     )
+    if paid := _turn_rewards(trajectory):
+        yield "    turn rewards " + "  ".join(f"{turn}: {reward:g}" for turn, reward in paid.items())
     for segment in trajectory.segments:
         mean = f"{segment.logprob_sum / segment.num_actions:.4f}" if segment.num_actions else "none"
-        reward = "" if segment.turn_reward is None else f"  turn reward {segment.turn_reward:g}"
         yield (
             f"    segment {segment.index}  branch {segment.branch}  turn {segment.turn}  "
             f"version {segment.version}  {segment.cache_mode}  tokens {segment.num_tokens}  "
-            f"actions {segment.num_actions}  mean log-prob {mean}{reward}"
+            f"actions {segment.num_actions}  mean log-prob {mean}"
         )
 
 
 def _tokens_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
-    for number, branch in enumerate(trajectory.branches):
+    for number, branch in enumerate(view.tokens(trajectory)):
         yield f"      branch {number}: position, turn, token, sampled, log-prob, version, age, text"
-        columns = (branch.token_ids, branch.action_mask, branch.behavior_logprobs, branch.turn_ids, branch.versions)
+        columns = (branch.token, branch.is_sampled, branch.logprob, branch.turn, branch.version, branch.staleness)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for place, (token, sampled, logprob, turn, version) in enumerate(rows):
-            age, text = view.age(version), view.text([token])
+        for place, (token, sampled, logprob, turn, version, age) in enumerate(rows):
+            text = view.text([token])
             yield (
                 f"      {place:>6} {turn:>4} {token:>7} "
-                + (f"yes {logprob:>9.4f} {version:>6} {'' if age is None else age:>4}" if sampled else f"no{'':>23}")
+                + (f"yes {logprob:>9.4f} {version:>6} {'' if age < 0 else age:>4}" if sampled else f"no{'':>23}")
                 + ("" if text is None else f"  {text!r}")
             )
 
@@ -191,7 +201,7 @@ def _spec_beside(path: Path) -> JobSpec | None:
 
 
 def _advantages(batch: LoggedBatch, spec: JobSpec) -> dict[str, float]:
-    found = episode_advantages(batch.groups, spec.objective.advantage)
+    found = logged_advantages(batch, spec)
     return {str(key): advantage for key, advantage in found.items() if advantage is not None}
 
 

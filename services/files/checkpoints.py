@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +21,13 @@ from pathlib import Path
 
 from gspo_core.log import checkpoints as log
 from gspo_core.log.checkpoints import DAMAGE, UnknownCheckpointFormat
+from gspo_core.log.history import LostForkRecord, forks_among, lineage_of
+from gspo_core.log.layout import (
+    CHECKPOINT_MANIFEST,
+    LEARNER,
+    LEARNER_MANIFEST,
+    fork_records,
+)
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, in_history
 from services.files.checkpoint_storage import CheckpointStorage, Stored, StoredFile, storage_of
@@ -31,18 +37,8 @@ from services.process.telemetry import get_logger
 
 __all__ = ["LOST", "Checkpoint", "CheckpointStore", "LostForkRecord", "UnknownCheckpointFormat"]
 
-_MANIFEST = "checkpoint.json"
-_FORMAT_1 = "lineage.json"
-_LEARNER = "learner"
-_LEARNER_MANIFEST = f"{_LEARNER}/learner.json"
-_EPOCH_NAME = re.compile(r"epoch(\d+)(?:\.copy)?\.json")
-
 # Errors of a file that is missing or that the disk has lost. Any other error may be gone the next time.
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-
-
-class LostForkRecord(Exception):
-    """The fork record of an epoch is lost, so valid and void batches cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Checkpoint:
     @property
     def learner_dir(self) -> Path:
         """The learner's state, on this machine."""
-        return self.storage.fetch(self.name) / _LEARNER
+        return self.storage.fetch(self.name) / LEARNER
 
 
 def _log_skipped(name: str, problem: str) -> None:
@@ -75,10 +71,10 @@ class CheckpointStore:
 
     def write(self, position: Position, lineage: Lineage, save: Callable[[Path], None]) -> None:
         def fill(directory: Path) -> None:
-            save(directory / _LEARNER)
-            learner = directory / _LEARNER_MANIFEST
+            save(directory / LEARNER)
+            learner = directory / LEARNER_MANIFEST
             digest = _sha256(learner.read_bytes()) if learner.is_file() else None
-            write_flushed(directory / _MANIFEST, log.encode_checkpoint(position, lineage, digest))
+            write_flushed(directory / CHECKPOINT_MANIFEST, log.encode_checkpoint(position, lineage, digest))
 
         self._storage.put(step_name(position), position.epoch, fill)
 
@@ -97,7 +93,7 @@ class CheckpointStore:
 
     def learner_dir(self, position: Position) -> Path:
         """The learner's state of a checkpoint, on this machine, intact or not."""
-        return self._storage.fetch(step_name(position)) / _LEARNER
+        return self._storage.fetch(step_name(position)) / LEARNER
 
     def remove(self, position: Position) -> None:
         self._storage.remove(step_name(position))
@@ -120,10 +116,15 @@ class CheckpointStore:
                 skipped(step_name(position), f"{type(error).__name__}: {error}")
         return found
 
-    def collect(self, keep: int, check: Callable[[Path], None] = lambda _: None) -> int:
-        """Remove checkpoints older than the newest ``keep`` intact ones of the run so far. Returns a step: batch logs
-        after it are needed, whichever of these is lost. With fewer than ``keep`` it is 0: only the logs
-        could replace the others.
+    def collect(
+        self,
+        keep: int,
+        check: Callable[[Path], None] = lambda _: None,
+        is_spared: Callable[[Position], bool] = lambda _: False,
+    ) -> int:
+        """Remove checkpoints older than the newest ``keep`` intact ones of the run so far, but for those of the run
+        that are spared. Returns a step: batch logs after it are needed, whichever of these is lost. With fewer than
+        ``keep`` it is 0: only the logs could replace the others.
 
         Checkpoints of a dead epoch do not count, however late it wrote them: a zombie may call this too, and must not
         crowd out those that its successor resumes from. ``check`` raises ValueError for a damaged learner's state; it
@@ -135,7 +136,7 @@ class CheckpointStore:
         if not intact:
             return 0
         first = living.index(intact[-1]) if len(intact) == keep else 0
-        for position in set(found) - set(living[first:]):
+        for position in set(found) - {*living[first:], *filter(is_spared, living)}:
             self._storage.remove(step_name(position), position.epoch)
         return intact[-1].step if len(intact) == keep else 0
 
@@ -152,23 +153,7 @@ class CheckpointStore:
 
     def _read(self, position: Position) -> Lineage:
         """The lineage in a checkpoint. Raises UnknownFormat, OSError, one of DAMAGE."""
-        name = step_name(position)
-        try:
-            manifest = self._storage.read(f"{name}/{_MANIFEST}")
-        except FileNotFoundError:
-            with contextlib.suppress(FileNotFoundError):
-                return log.decode_lineage(self._storage.read(f"{name}/{_FORMAT_1}"))
-            raise
-        try:
-            return log.decode_checkpoint(manifest, position, self._learner_digest(name))
-        except UnknownCheckpointFormat as error:
-            raise UnknownCheckpointFormat(f"{name} {error}") from None
-
-    def _learner_digest(self, name: str) -> str | None:
-        try:
-            return _sha256(self._storage.read(f"{name}/{_LEARNER_MANIFEST}"))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        return lineage_of(position, self._storage.read)
 
     def begin_epoch(self, epoch: int, parent: Position) -> None:
         """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch.
@@ -176,7 +161,7 @@ class CheckpointStore:
         Removes half-written and half-removed files of earlier epochs: their trainers lost the job with their lease.
         """
         data = log.encode_fork(parent)
-        first, copy = _fork_records(epoch)
+        first, copy = fork_records(epoch)
         self._storage.write_once(first, data, epoch)
         try:
             self._storage.write_once(copy, data, epoch)
@@ -185,29 +170,23 @@ class CheckpointStore:
             raise
         self._storage.remove_unfinished(epoch)
 
+    def go_back(self, epoch: int, to: Position) -> None:
+        """Leave what lies beyond ``to``: an epoch without a trainer forks off there, and nothing is removed.
+
+        May be said again, by whoever comes first: the epoch is nobody else's.
+        """
+        data = log.encode_fork(to)
+        for name in fork_records(epoch):
+            with contextlib.suppress(FileExistsError):
+                self._storage.write_once(name, data, epoch)
+
     def forks(self) -> dict[int, Position]:
-        """Where each epoch but the first forked off. Raises LostForkRecord."""
-        names = (_EPOCH_NAME.fullmatch(name) for name in self._storage.names())
-        found = {epoch: self._fork(epoch) for epoch in sorted({int(match[1]) for match in names if match})}
-        return {epoch: parent for epoch, parent in found.items() if parent.epoch < epoch}
+        """Where each epoch but the first forked off. Raises LostForkRecord, UnknownCheckpointFormat."""
 
-    def _fork(self, epoch: int) -> Position:
-        problems = []
-        for name in _fork_records(epoch):
-            try:
-                return log.decode_fork(self._storage.read(name))
-            except FileNotFoundError:
-                problems.append(f"{name} is missing")
-            except DAMAGE as error:
-                problems.append(f"{name} is damaged: {error}")
-                get_logger().warning("the record of an epoch is damaged", name=name, error=str(error))
-        raise LostForkRecord(f"it is no longer known where epoch {epoch} forked off: {', '.join(problems)}")
+        def damaged(name: str, problem: str) -> None:
+            get_logger().warning("the record of an epoch is damaged", name=name, error=problem)
 
-
-def _fork_records(epoch: int) -> tuple[str, str]:
-    """Two copies: the whole run depends on these few bytes."""
-    name = f"epoch{epoch:06d}"
-    return f"{name}.json", f"{name}.copy.json"
+        return forks_among(self._storage.names(), self._storage.read, damaged)
 
 
 def _sha256(data: bytes) -> str:

@@ -3,7 +3,7 @@
 The rule: no other module builds a path below the data directory. It opens and creates nothing. ``venvs`` and ``redis``
 go as a whole to the modules that fill them, which name their content.
 
-    jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   engine.port
+    jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   engine.port   installation.json   served.json
     logs/   venvs/   redis/   models/   demo/   hub/models/   hub/datasets/
 """
 
@@ -17,12 +17,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from gspo_core.log import layout
 from services.files.job_dir import JobsDir
 
 # Of the names below the data directory and below a job's. A backup carries it.
 LAYOUT = 1
 # Left out of backups: rebuilt from the rest, installed again, or secret.
-NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets"})
+NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets", "served.json"})
+
+SHARED = frozenset({"environments", "models", "hub"})
+"""What jobs need beside their own."""
 
 UPLOADS = ".uploads"
 FETCHED = "fetched.json"
@@ -41,7 +45,7 @@ class DataDir:
 
     @property
     def jobs(self) -> JobsDir:
-        return JobsDir(self.path / "jobs")
+        return JobsDir(self.path / layout.JOBS)
 
     @property
     def environments(self) -> EnvironmentsDir:
@@ -56,6 +60,16 @@ class DataDir:
         return self.path / "audit.jsonl"
 
     @property
+    def installation(self) -> Path:
+        """Which installation it belongs to."""
+        return self.path / "installation.json"
+
+    @property
+    def served(self) -> Path:
+        """Which Redis serves it at the moment."""
+        return self.path / "served.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -66,6 +80,14 @@ class DataDir:
     @property
     def redis(self) -> Path:
         return self.path / "redis"
+
+    @property
+    def secrets(self) -> SecretsDir:
+        """Where launchers without a secret store of their own keep them."""
+        return SecretsDir(self.path / "secrets")
+
+    def log_of(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
 
     @property
     def redis_log(self) -> Path:
@@ -79,7 +101,11 @@ class DataDir:
     @property
     def engine_port(self) -> Path:
         """Holds the port of the engine that was started here, for the next start."""
-        return self.path / "engine.port"
+        return self.engine_port_of(0)
+
+    def engine_port_of(self, index: int) -> Path:
+        """The same where several engines were started here."""
+        return self.path / (f"engine-{index}.port" if index else "engine.port")
 
     @property
     def gateway_port(self) -> Path:
@@ -94,6 +120,10 @@ class DataDir:
     def hub(self) -> HubDir:
         """What was fetched from the hub."""
         return HubDir(self.path / "hub")
+
+    def named(self, path: str) -> Path:
+        """What answers of the API call so, such as the path of an export."""
+        return self.path / path
 
     def witness(self) -> Path:
         """A fresh name for a file that proves that several machines see the same directory."""
@@ -165,8 +195,11 @@ class SecretsDir:
 
     path: Path
 
+    def of(self, role: str) -> Path:
+        return self.path / role
+
     def secret(self, role: str, name: str) -> Path:
-        return self.path / role / name
+        return self.of(role) / name
 
 
 class HubKind(StrEnum):

@@ -10,13 +10,17 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from services.files.durable import temporary_name, write_flushed
 from services.process.telemetry import get_logger
 
 P = ParamSpec("P")
 T = TypeVar("T")
 RETRY_S = 2.0
+# Two or three records of a job, in blocks of a file system.
+_SMALL_RECORD = 16 * 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,6 +33,15 @@ def lacks_room(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
     return any(f"os error {number}" in str(error) for number in _NO_ROOM)
+
+
+def require_room(directory: Path) -> None:
+    """Raises OSError where a small record would not fit into ``directory``, before anything else is changed for it."""
+    probe = directory / temporary_name()
+    try:
+        write_flushed(probe, bytes(_SMALL_RECORD))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,9 @@ from services.files.durable import whole_directory
 from services.files.job_dir import JobDir
 from services.files.job_records import JobRecords
 
+# Where an export holds the low-rank additions alone, for engines that serve them over the base model.
+ADAPTER = "adapter"
+
 
 def _write(job: JobDir, at: Position, target: Path) -> None:
     spec = JobRecords(job).accepted().job_spec
@@ -28,6 +31,8 @@ def _write(job: JobDir, at: Position, target: Path) -> None:
     learner.load_state(CheckpointStore(job).learner_dir(at))
     with whole_directory(target) as temporary:
         learner.save_weights(temporary)
+        if spec.learner.lora is not None:
+            learner.save_adapter(temporary / ADAPTER)
 
 
 def _dtype_of(model_dir: Path) -> Literal["float32", "bfloat16"]:

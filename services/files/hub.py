@@ -67,6 +67,12 @@ def fetch(hub: HubDir, kind: HubKind, name: HubName) -> Path:
     return target
 
 
+def is_fetched(kind: HubKind, path: str) -> bool:
+    """Of a model only what lies at the top: below are other forms of it, such as ONNX."""
+    is_below = kind is HubKind.MODEL and "/" in path
+    return not is_below and any(fnmatch(path, pattern) for pattern in PATTERNS[kind])
+
+
 def _ask(kind: HubKind, name: HubName) -> tuple[str, Sequence[RepoSibling]]:
     """The commit, and its files of the formats that are fetched."""
     from huggingface_hub import HfApi
@@ -86,17 +92,11 @@ def _ask(kind: HubKind, name: HubName) -> tuple[str, Sequence[RepoSibling]]:
             raise NotFetched(
                 f"the hub has no {kind} {name.repo_id}, or shows it only to those who agreed to its terms (HF_TOKEN)"
             ) from error
-    files = [one for one in info.siblings or () if _is_fetched(kind, one.rfilename)]
+    files = [one for one in info.siblings or () if is_fetched(kind, one.rfilename)]
     needed = "*.safetensors" if kind is HubKind.MODEL else "*.json*, *.parquet"
     if info.sha is None or not any(fnmatch(one.rfilename, pattern) for one in files for pattern in needed.split(", ")):
         raise NotFetched(f"{name} has no {needed}: files that can hold code, such as pickles, are never fetched")
     return info.sha, files
-
-
-def _is_fetched(kind: HubKind, path: str) -> bool:
-    """Of a model only what lies at the top: below are other forms of it, such as ONNX."""
-    is_below = kind is HubKind.MODEL and "/" in path
-    return not is_below and any(fnmatch(path, pattern) for pattern in PATTERNS[kind])
 
 
 def _download(kind: HubKind, name: HubName, commit: str, part: Path) -> None:

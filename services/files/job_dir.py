@@ -1,48 +1,37 @@
 """The layout of a job's directory. No other module builds a path below it.
 
-The rule: a name is written and parsed in one place, and parsing accepts only written names, so that a listing never
-names a file that cannot be opened. It opens no file; ``gspo_core.log`` defines the bytes.
-
-    job.json   status/00000042.json   environments/0.json   versions/00000007.json   metrics.jsonl   tensorboard/
-    batches/ep000001-step000042   trained/ep000001-step000042
-    checkpoints/ep000001-step000040/   exports/ep000001-step000040/   weights/v7/
+The rule: names come from ``gspo_core.log.layout``, which a bundle shares, and a listing never names a file that cannot
+be opened. It opens no file; ``gspo_core.log`` defines the bytes.
 """
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_core.log import layout
+from gspo_core.log.layout import (
+    NUMBERED_NAME,
+    parse_step_name,
+    parse_version_name,
+    step_name,
+    version_name,
+)
 from gspo_core.staleness import Position
 
-_STEP_NAME = re.compile(r"ep([0-9]{6,})-step([0-9]{6,})")
-_VERSION_NAME = re.compile(r"v([0-9]+)")
-_NUMBERED_NAME = re.compile(r"([0-9]+)\.json")
-
-
-def step_name(at: Position) -> str:
-    """The name of a file or directory of one step of one epoch."""
-    return f"ep{at.epoch:06d}-step{at.step:06d}"
-
-
-def parse_step_name(name: str) -> Position | None:
-    """None for a text that ``step_name`` never gives."""
-    match = _STEP_NAME.fullmatch(name)
-    at = Position(int(match[1]), int(match[2])) if match else None
-    return at if at is not None and step_name(at) == name else None
-
-
-def version_name(version: int) -> str:
-    return f"v{version}"
-
-
-def parse_version_name(name: str) -> int | None:
-    """None for a text that ``version_name`` never gives."""
-    match = _VERSION_NAME.fullmatch(name)
-    version = int(match[1]) if match else None
-    return version if version is not None and version_name(version) == name else None
+__all__ = [
+    "JobDir",
+    "JobsDir",
+    "numbered_in",
+    "parse_step_name",
+    "parse_version_name",
+    "positions_in",
+    "step_name",
+    "version_name",
+    "versions_in",
+]
 
 
 def positions_in(directory: Path) -> list[Position]:
@@ -59,12 +48,12 @@ def versions_in(directory: Path) -> list[int]:
 
 def numbered_in(directory: Path) -> Mapping[int, Path]:
     """The numbered records in ``directory``, in no order."""
-    found = ((_NUMBERED_NAME.fullmatch(name), directory / name) for name in _names(directory))
+    found = ((NUMBERED_NAME.fullmatch(name), directory / name) for name in _names(directory))
     return {int(match[1]): path for match, path in found if match}
 
 
 def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return os.listdir(directory) if directory.is_dir() else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +79,41 @@ class JobDir:
 
     @property
     def batches(self) -> Path:
-        return self.path / "batches"
+        return self.path / layout.BATCHES
 
     def batch(self, at: Position) -> Path:
         return self.batches / step_name(at)
 
     @property
+    def archive(self) -> Path:
+        return self.path / layout.ARCHIVE
+
+    def archived(self, at: Position) -> Path:
+        return self.archive / step_name(at)
+
+    @property
     def trained(self) -> Path:
-        return self.path / "trained"
+        return self.path / layout.TRAINED
 
     def trained_at(self, at: Position) -> Path:
         return self.trained / step_name(at)
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / layout.CHECKPOINTS
 
     def export(self, at: Position) -> Path:
-        return self.path / "exports" / step_name(at)
+        return self.path / layout.EXPORTS / step_name(at)
+
+    @property
+    def replays(self) -> Path:
+        return self.path / layout.REPLAYS
 
     # Weights
 
     @property
     def weights(self) -> Path:
-        return self.path / "weights"
+        return self.path / layout.WEIGHTS
 
     def version(self, version: int) -> Path:
         return self.weights / version_name(version)
@@ -122,38 +122,48 @@ class JobDir:
 
     @property
     def accepted(self) -> Path:
-        return self.path / "job.json"
+        return self.path / layout.ACCEPTED
 
     @property
     def statuses(self) -> Path:
-        return self.path / "status"
+        return self.path / layout.STATUSES
 
     def status(self, revision: int) -> Path:
-        return self.statuses / f"{revision:08d}.json"
+        return self.statuses / layout.numbered_name(revision)
 
     @property
     def environments(self) -> Path:
-        return self.path / "environments"
+        return self.path / layout.ENVIRONMENTS
 
     def environment(self, index: int) -> Path:
         return self.environments / f"{index}.json"
 
     @property
     def version_records(self) -> Path:
-        return self.path / "versions"
+        return self.path / layout.VERSIONS
 
     def version_record(self, version: int) -> Path:
-        return self.version_records / f"{version:08d}.json"
+        return self.version_records / layout.numbered_name(version)
+
+    @property
+    def origin(self) -> JobDir:
+        """What a forked job was brought of its parent."""
+        return JobDir(self.path / layout.ORIGIN)
+
+    @property
+    def recorded(self) -> JobDir:
+        """The recorded episodes that a job is trained on."""
+        return JobDir(self.path / layout.RECORDED)
 
     # Numbers
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / layout.METRICS
 
     @property
     def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        return self.path / layout.TENSORBOARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,20 @@ what a server has forgotten (``rebuild`` does) and holds no weights, batches or 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_core.log.records import AcceptedJob, DamagedRecord, VersionRecord, decode_record, encode_record
-from services.files.durable import make_directory, write_once
+from gspo_core.log.records import (
+    SCHEMA,
+    AcceptedJob,
+    DamagedRecord,
+    VersionRecord,
+    decode_metrics,
+    decode_record,
+    encode_record,
+)
+from services.files.durable import make_directory, remove_directory, write_once
 from services.files.job_dir import JobDir, numbered_in, versions_in
 
 __all__ = ["AcceptedJob", "DamagedRecord", "JobRecords", "RecordConflict", "VersionRecord"]
@@ -33,6 +40,16 @@ class JobRecords:
         """Write the job down; returns the one that was first accepted under this id."""
         _write(self._job.accepted, job)
         return self.accepted()
+
+    def withdraw(self) -> None:
+        """Forget a job that nobody was told of, and all that was prepared for it."""
+        if not self._job.statuses.is_dir():
+            remove_directory(self._job.path)
+
+    def forget_prepared(self) -> None:
+        """Remove what was prepared for a job that will not be accepted."""
+        if not self._job.accepted.is_file():
+            remove_directory(self._job.path)
 
     def accepted(self) -> AcceptedJob:
         """Raises FileNotFoundError, DamagedRecord."""
@@ -54,7 +71,7 @@ class JobRecords:
 
     def write_environment(self, index: int, description: Mapping[str, Any]) -> None:
         """The first description holds."""
-        _write(self._job.environment(index), description)
+        _write(self._job.environment(index), description, SCHEMA)
 
     def environments(self) -> dict[int, dict[str, Any]]:
         return {index: _read(path) for index, path in numbered_in(self._job.environments).items()}
@@ -83,21 +100,15 @@ class JobRecords:
         if not self._job.metrics.is_file():
             return
         with self._job.metrics.open("rb") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict):
-                    yield record
+            yield from decode_metrics(lines)
 
 
-def _write(path: Path, record: Mapping[str, Any] | AcceptedJob | VersionRecord) -> None:
+def _write(path: Path, record: Mapping[str, Any] | AcceptedJob | VersionRecord, schema: int = 1) -> None:
     if path.exists():
         return
     make_directory(path.parent)
     try:
-        write_once(path, [encode_record(record)])
+        write_once(path, [encode_record(record, schema)])
     except FileExistsError:
         return
 

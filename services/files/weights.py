@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_core.engine_label import EngineLabel
+from gspo_core.invariants import InvalidValue
+from gspo_core.log.layout import WEIGHTS_MANIFEST
 from gspo_core.log.manifests import decode_manifest, encode_manifest
-from gspo_core.types import InvalidValue, WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.durable import (
     TEMPORARY_PREFIX,
     name_directory,
@@ -28,10 +31,14 @@ from services.files.durable import (
 )
 from services.files.job_dir import JobDir, versions_in
 
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = WEIGHTS_MANIFEST
 _TOKENIZER_NAME = "tokenizer.json"
 # A writer that has been silent for an hour is dead: its leavings are swept.
 _TEMPORARY_LIFETIME_S = 3600.0
+
+
+WriteDelta = Callable[[Path, str, Path, str], object]
+"""Takes the folder and the label of a version, and those of the next one, which is being written."""
 
 
 class VersionExists(Exception):
@@ -53,9 +60,13 @@ class DamagedVersion(Exception):
 class WeightStore:
     """The versions of one job."""
 
-    def __init__(self, job: JobDir, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, job: JobDir, *, clock: Callable[[], float] = time.time, write_delta: WriteDelta | None = None
+    ) -> None:
+        """``write_delta`` adds to each version what changed since the one before."""
         self._job = job
         self._clock = clock
+        self._write_delta = write_delta
 
     def path(self, version: int) -> Path:
         """The directory of ``version``, whether it exists or not."""
@@ -71,6 +82,9 @@ class WeightStore:
             raise VersionExists(f"{target} already exists; a version is written only once")
         with whole_directory(target, epoch=epoch, name=_rename_once) as temporary:
             save(temporary)
+            if self._write_delta is not None and (before := self.versions()):
+                label = str(EngineLabel(self._job.id, epoch, version))
+                self._write_delta(self.path(before[-1]), self.manifest(before[-1]).label, temporary, label)
             manifest = WeightsManifest(
                 job=self._job.id, version=version, epoch=epoch, step=step, files=_flush_and_hash(temporary)
             )

@@ -10,15 +10,34 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from functools import partial
 from urllib.parse import urlsplit
 
+from starlette.middleware import Middleware
+
+from gspo_core.outbound import parse_networks
+from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
+from services.episodes.retry import Retrier
 from services.files.data_dir import DataDir
 from services.gateway.app import build_app
 from services.gateway.attempt import AgentDriver
 from services.gateway.door import Door
+from services.gateway.entrances import Entrances
+from services.gateway.forwarding import ForwardingMiddleware, between_gateways
+from services.gateway.judge_keys import JudgeKeys
+from services.gateway.judging import Judges
 from services.gateway.keys import Keys
+from services.gateway.late import LateRewards
+from services.gateway.neighbours import Neighbours
+from services.gateway.outbound_http import outbound_http
+from services.gateway.pulled import LoanBoard
+from services.gateway.redaction import NoRedactor, Redactor, load_redactor
+from services.gateway.talk_jobs import TalkJobs
+from services.gateway.talking import Talking
+from services.hosts.policy import WallPolicy
+from services.hosts.pool import Boot
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -26,20 +45,25 @@ from services.process.cancelling import cancel_all
 from services.process.http_server import serve_http
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
-from services.process.telemetry import configure_logging, get_logger
-from services.state.client import connect
+from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
+from services.state.client import RedisClient, connect
 from services.state.drains import Drains
+from services.state.first_contact import first_contact
+from services.state.functions import Functions, functions_there
+from services.state.loans import Loans
 from services.state.queue import Bus
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
+from services.state.talks import Keep, Talks
 from services.workers.loading import load_job
-from services.workers.starting import boot_for, functions_there, traces_to
+from services.workers.starting import boot_for, traces_to
 from services.workers.worker import Worker, WorkerConfig
 
-# After the drain: for closing sessions and handing back episodes.
-LEAVING_S = 4.0
 # Open requests are answered when their episodes have stopped.
 REQUESTS_END_S = 2
+# After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile, and for these.
+LEAVING_S = 12.0 + REQUESTS_END_S
+ALL_ADDRESSES = ("0.0.0.0", "[::]", "::")  # noqa: S104 - what is bound elsewhere is named here
 # A gateway mostly waits: each of its episodes is a conversation, and an agent beside it.
 MAX_EPISODES = 256
 
@@ -49,48 +73,110 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         raise SettingsError("GSPO_REDIS_URL is not set: a gateway needs the Redis of its installation")
     host, _, port = settings.gateway_bind.rpartition(":")
     url = settings.gateway_url or f"http://{settings.gateway_bind}"
-    async with connect(settings.redis_url) as redis, open_engines(max_connections=config.max_connections) as engine_at:
+    own_url = settings.gateway_own_url or url
+    keys_of_engines = EngineKeys.read(settings.engine_keys)
+    async with (
+        connect(settings.redis_url) as redis,
+        open_engines(keys_of_engines, max_connections=config.max_connections) as engine_at,
+        between_gateways() as http,
+        outbound_http(parse_networks(settings.outbound_networks)) as outbound,
+    ):
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
-        await functions_there(bus)
-        door = Door(Keys(await shared_secret(redis, AGENT_KEYS)), now=time.time)
-        data_dir = DataDir(settings.data_dir)
-        boot = boot_for(settings.env_hosts, settings.env_token, Interpreters(data_dir.venvs, settings.env_install))
-        sites = Sites(
-            EnvironmentRegistry(data_dir.environments),
-            settings.outbound_networks,
-            elsewhere=bool(settings.env_hosts),
-            for_agents=await asyncio.to_thread(networks_of, url),
-        )
+        secret = await first_contact(stop, partial(_meet, bus, redis))
+        if secret is None:
+            return
+        keys = Keys(secret)
+        door = Door(keys, now=time.time, leaving=stop)
         traces = traces_to(settings.trace_endpoint, "gateway", config.name, share=settings.trace_share)
+        judges = Judges(outbound, JudgeKeys(settings.judge_keys), random.Random())
         worker = Worker(
             config,
             bus,
             store,
             engine_at,
-            partial(load_job, boot=sites.booting(boot)),
-            AgentDriver(door, f"{url}/v1", time.time),
+            partial(load_job, boot=await boot_here(settings, own_url)),
+            AgentDriver(door, f"{url}/v1", time.time, LoanBoard(Loans(Functions(redis))), judges, f"{own_url}/v1"),
             clock=time.monotonic,
             rng=random.Random(),
             spans=traces,
+            joined=partial(renew, keys, redis),
         )
-        app = build_app(door, is_ready=lambda: not stop.is_set(), stopping=stop)
+        door.late = LateRewards(bus, Retrier(worker.counters, random.Random()), worker.counters, time.time)
+        neighbours = Neighbours(config.name, bus, store.fleet, time.monotonic)
+        forwarding = Middleware(
+            ForwardingMiddleware, name=config.name, absent=door.absent, neighbours=neighbours, http=http, leaving=stop
+        )
+        talk_jobs = TalkJobs(store, config.engine_urls, engine_at, time.monotonic, random.Random())
+        talking = talking_of(settings, redis, talk_jobs)
+        app = build_app(
+            Entrances(door, talking), is_ready=lambda: not stop.is_set(), stopping=stop, forwarding=forwarding
+        )
         has_ended = asyncio.Event()
         serving = serve_http(
             app, host, int(port), has_ended, grace_s=REQUESTS_END_S, settings="GSPO_GATEWAY_BIND", lifespan=False
         )
         get_logger().info("agents are sent here", url=url)
-        async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(serving, name="answering")
-            draining = tasks.create_task(Drains(redis).wait(config.name, stop), name="drain")
-            try:
-                await worker.run(stop)
-                # Until now: episodes that end meanwhile need their agents' last requests.
-                has_ended.set()
-                await answering
-            finally:
-                await cancel_all([answering, draining], again_after_s=0.1)
-                if traces is not None:
-                    await asyncio.to_thread(traces.close)
+        try:
+            await work_and_answer(worker, serving, has_ended, Drains(redis).wait(config.name, stop), stop)
+        finally:
+            await talking.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
+
+
+async def _meet(bus: Bus, redis: RedisClient) -> bytes:
+    await functions_there(bus)
+    return await shared_secret(redis, AGENT_KEYS)
+
+
+async def work_and_answer(
+    worker: Worker,
+    serving: Coroutine[None, None, None],
+    has_ended: asyncio.Event,
+    drain: Coroutine[None, None, None],
+    stop: asyncio.Event,
+) -> None:
+    """Requests are answered until the worker is done: episodes that end meanwhile need their agents' last ones."""
+    async with asyncio.TaskGroup() as tasks:
+        answering = tasks.create_task(serving, name="answering")
+        draining = tasks.create_task(drain, name="drain")
+        try:
+            await worker.run(stop)
+            has_ended.set()
+            await answering
+        finally:
+            await cancel_all([answering, draining], again_after_s=0.1)
+
+
+def talking_of(settings: Settings, redis: RedisClient, jobs: TalkJobs) -> Talking:
+    keep = Keep(settings.traffic_keep_bytes, settings.traffic_keep_days)
+    return Talking(Talks(Functions(redis)), jobs, keep, time.time, redact=redactor_of(settings))
+
+
+async def renew(keys: Keys, redis: RedisClient) -> None:
+    """A server that was wiped has no secret, or one that a gateway made up which has started since."""
+    keys.renew(await shared_secret(redis, AGENT_KEYS, keys.secret))
+
+
+def redactor_of(settings: Settings) -> Redactor | None:
+    try:
+        return None if settings.traffic_redactor is None else load_redactor(settings.traffic_redactor)
+    except NoRedactor as error:
+        raise SettingsError(f"GSPO_TRAFFIC_REDACTOR: {error}") from None
+
+
+async def boot_here(settings: Settings, own_url: str) -> Boot:
+    """How agents' processes are started, and what they may reach."""
+    data_dir = DataDir(settings.data_dir)
+    interpreters = Interpreters(data_dir.venvs, settings.env_install)
+    boot = boot_for(settings.env_hosts, settings.env_token, interpreters, WallPolicy.of(settings))
+    sites = Sites(
+        EnvironmentRegistry(data_dir.environments),
+        settings.outbound_networks,
+        elsewhere=bool(settings.env_hosts),
+        for_agents=await asyncio.to_thread(networks_of, own_url),
+    )
+    return sites.booting(boot)
 
 
 def networks_of(url: str) -> tuple[str, ...]:
@@ -106,6 +192,12 @@ def networks_of(url: str) -> tuple[str, ...]:
     return tuple(sorted({str(ipaddress.ip_network(str(address[0]).partition("%")[0])) for *_, address in found}))
 
 
+def address_of(bind: str) -> str:
+    """How neighbours reach what binds this."""
+    host, _, port = bind.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ALL_ADDRESSES else bind
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.gateway", description="Answer agents that play episodes.")
     parser.add_argument(
@@ -117,6 +209,7 @@ def main() -> int:
         settings = load_settings()
         name = f"gateway-{socket.gethostname()}-{os.getpid()}"
         configure_logging("gateway", level=settings.log_level, log_format=settings.log_format, worker=name)
+        tell_unread_settings()
         config = WorkerConfig(
             name=name,
             max_episodes=arguments.max_episodes,
@@ -124,6 +217,7 @@ def main() -> int:
             drain_s=arguments.drain_s,
             engine_urls=settings.engine_urls,
             kind="gateway",
+            address=settings.gateway_own_url or f"http://{address_of(settings.gateway_bind)}",
         )
         return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=arguments.drain_s + LEAVING_S)
     except SettingsError as error:

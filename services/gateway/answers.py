@@ -10,11 +10,21 @@ from collections.abc import Sequence
 
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
-from services.gateway.canonical import of_answer, of_message
+from services.gateway.canonical import of_answer, of_message, of_opening
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
 from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan
+
+
+def turn_id(attempt: int, number: int) -> str:
+    return f"turn-{attempt}-{number}"
+
+
+def turn_number(attempt: int, turn: str) -> int | None:
+    """The inverse of ``turn_id``; None where it is no turn of this attempt."""
+    number = turn.removeprefix(turn_id(attempt, 0)[:-1])
+    return int(number) if number.isdecimal() and len(number) < 10 and turn_id(attempt, int(number)) == turn else None
 
 
 class Answers:
@@ -23,24 +33,23 @@ class Answers:
         self._tape = tape
 
     def id_of(self, number: int) -> str:
-        return f"turn-{self._tape.attempt}-{number}"
+        return turn_id(self._tape.attempt, number)
 
-    def number_of(self, turn_id: str) -> int | None:
-        """The inverse of ``id_of``; None where it is no turn of this attempt."""
-        number = turn_id.removeprefix(self.id_of(0)[:-1])
-        return int(number) if number.isdecimal() and len(number) < 10 and self.id_of(int(number)) == turn_id else None
+    def number_of(self, turn: str) -> int | None:
+        return turn_number(self._tape.attempt, turn)
 
     def entry(self, number: int, place: Place, ask: Ask, created_at: int) -> TurnEntry:
         return TurnEntry(
             number=number,
             request=place.chain[-1],
             bare=place.bare,
-            opening=of_message(ask.messages[0]),
+            opening=of_opening(ask.messages, place.said),
             tail=of_message(ask.messages[-1]),
             digest=ask.digest,
             repeat_keys=[ask.repeat_key] if ask.repeat_key else [],
             parent=None if place.parent is None else place.parent.number,
             created_at=created_at,
+            gives_no_calls=ask.choice.mode == "none",
         )
 
     def digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
@@ -67,11 +76,12 @@ class Answers:
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:
-        return read(self._codec, self._tape.turns[entry.number].sampled, tools, entry.overlap)
+        said = self._tape.turns[entry.number].said
+        return read(self._codec, said, tools, entry.overlap, gives_calls=not entry.gives_no_calls)
 
     def _note(self, entry: TurnEntry, reading: Reading) -> None:
         entry.answer = of_answer(reading.text, [(call.name, call.arguments) for call in reading.calls])
-        entry.num_calls = len(reading.parsed.calls)
+        entry.num_calls = 0 if entry.gives_no_calls else len(reading.parsed.calls)
         entry.has_parse_error = reading.parsed.has_parse_error
 
 

@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from gspo_core.json_value import JSON
+from gspo_core.types import MAX_USER_CHARS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import Dialect, Question
-from services.gateway.dialects.fields import EPISODE
+from services.gateway.dialects.fields import EPISODE, RECEIPT
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import Reader, Sent
-from services.gateway.requests import BodyTooLarge, RequestMiddleware, key_of, read_json, refused
+from services.gateway.forwarding import FORWARDED_BY, TURN
+from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
+from services.gateway.receipts import Receipts
+from services.gateway.requests import RequestMiddleware, key_of, read_json
+from services.gateway.routing import Routing
+from services.gateway.seats import Seats
 from services.gateway.streams import Pace, Reply, json_reply
-from services.gateway.turns import Refusal, Turns
+from services.gateway.turns import Answering, Turns
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OpenAIChat(),
@@ -37,27 +42,29 @@ _COUNTING = AnthropicMessages(counts=True)
 
 
 def build_app(
-    turns: Turns, *, is_ready: Callable[[], bool], stopping: asyncio.Event, pace: Pace | None = None
-) -> Starlette:
-    """``stopping`` is set when the process is asked to leave: who waits for an answer is then sent elsewhere."""
+    turns: Turns,
+    *,
+    is_ready: Callable[[], bool],
+    stopping: asyncio.Event,
+    pace: Pace | None = None,
+    forwarding: Middleware | None = None,
+    seats: Seats | None = None,
+) -> ASGIApp:
+    """``stopping`` is set when the process is asked to leave: who waits for an answer is then sent elsewhere.
+    ``forwarding`` passes on what another gateway is to answer."""
     routes = _Routes(turns, is_ready, stopping, pace or Pace())
-    table = [
-        *(Route(path, routes.turn, methods=["POST"]) for path in DIALECTS),
-        Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
-        Route("/v1/models", routes.models, methods=["GET"]),
-        Route("/v1/episode/reward", routes.reward, methods=["POST"]),
-        Route("/v1/episode/finish", routes.finish, methods=["POST"]),
-        Route("/healthz", routes.healthz, methods=["GET"]),
-        Route("/readyz", routes.readyz, methods=["GET"]),
-    ]
-    app = Starlette(
-        routes=table,
-        middleware=[Middleware(RequestMiddleware, paths=frozenset(route.path for route in table))],
-        exception_handlers={HTTPException: refused, Refusal: refused, BodyTooLarge: refused},
-    )
-    # Another spelling of a path would be redirected, and a redirected request loses its body in some clients.
-    app.router.redirect_slashes = False
-    return app
+    posts = dict.fromkeys(DIALECTS, routes.turn) | {
+        "/v1/messages/count_tokens": routes.count_tokens,
+        "/v1/episode/reward": routes.reward,
+        "/v1/episode/finish": routes.finish,
+        RECEIPT_PATH: routes.receipt,
+    }
+    gets = {"/v1/models": routes.models, "/healthz": routes.healthz, "/readyz": routes.readyz}
+    app: ASGIApp = Routing(posts, gets)
+    if forwarding is not None:
+        kind, given, named = forwarding
+        app = kind(app, *given, **named)
+    return RequestMiddleware(app, paths=posts.keys() | gets.keys(), seats=seats or Seats())
 
 
 class _Routes:
@@ -65,17 +72,28 @@ class _Routes:
         self._turns = turns
         self._is_ready = is_ready
         self._stopping = stopping
+        self._leaving: asyncio.Task[bool] | None = None
         self._pace = pace
+        self._receipts = Receipts()
 
     async def turn(self, request: Request) -> Reply:
         dialect, key = DIALECTS[request.url.path], key_of(request.headers)
         # Before the body is read: without a key, nothing is.
         names = await self._turns.model_names(key)
         question = dialect.read(await read_json(request), request.headers)
-        answering = await self._turns.ask(key, question.ask)
+        ask = replace(
+            question.ask,
+            dialect=_name_of(request.url.path),
+            model=question.model,
+            user=user_of(question.body),
+        )
+        answering: Answering = await self._turns.ask(key, ask)
         model = question.model if question.model in names else names[0]
         headers = _ignored(question, names)
-        return Reply(dialect, question, model, answering, headers, self._stopping, self._pace)
+        if FORWARDED_BY in request.headers:
+            headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
+        self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")
+        return Reply(dialect, question, model, answering, headers, self._leaving, self._pace)
 
     async def count_tokens(self, request: Request) -> Response:
         key = key_of(request.headers)
@@ -106,12 +124,33 @@ class _Routes:
         await self._turns.finish(key)
         return json_reply({"finished": True}, {})
 
+    async def receipt(self, request: Request) -> Response:
+        key, sent = key_of(request.headers), Sent(await read_json(request))
+        await self._turns.model_names(key)
+        taken = Reader(RECEIPT).take(sent)
+        await self._receipts.settle(key, taken.need("turn").name(), is_delivered=taken.need("delivered").flag())
+        return json_reply({}, {})
+
     async def healthz(self, request: Request) -> Response:
         return json_reply({"status": "ok"}, {})
 
     async def readyz(self, request: Request) -> Response:
         is_ready = self._is_ready() and not self._stopping.is_set()
         return json_reply({"status": "ok" if is_ready else "not ready"}, {}, 200 if is_ready else 503)
+
+
+def user_of(body: Mapping[str, JSON]) -> str:
+    """By the field that each dialect has for it."""
+    metadata = body.get("metadata")
+    named = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    found = (body.get(name) for name in ("safety_identifier", "user"))
+    name = next((one for one in (*found, named) if isinstance(one, str)), "")
+    return name[:MAX_USER_CHARS].encode("utf-8", "replace").decode()  # half a character cannot be stored
+
+
+def _name_of(path: str) -> str:
+    """Of the dialect."""
+    return path.removeprefix("/v1/").replace("/", "_")
 
 
 def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:

@@ -7,24 +7,31 @@ without a reward has none, never 0. This module never decides to try again.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from gspo_core.env import AgentSession, EnvironmentFailed, Llm, Session
+from gspo_core.env import AgentSession, EnvironmentFailed, Llm, Session, Witness
 from gspo_core.env.agents import NO_REWARD
-from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from gspo_core.evidence import MAX_WHY_CHARS, TASK, both, gathered
+from gspo_core.invariants import InvalidValue
+from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason
 from services.episodes.ledger import LedgerConflict
 from services.episodes.policy import Drained
 from services.gateway.door import Door
 from services.gateway.episode import AgentEpisode
+from services.gateway.judging import JudgedAgent, Judges
+from services.gateway.late import EndedEpisode
 from services.gateway.meter import Meter
+from services.gateway.played import PlayedSession
+from services.gateway.pulled import LoanBoard, PulledAgent, has_agent
 from services.gateway.snapshots import TreeSnapshot
-from services.gateway.tape import Tape
+from services.gateway.tape import Tape, TapedTurn
 from services.hosts.session import SessionLost
-from services.workers.scoring import with_length, without_asking
-from services.workers.setting import Again, EpisodeSetting, GoOn, Order, Past, Rewind
+from services.workers.scoring import cost_of_length, in_order, with_length, without_asking
+from services.workers.setting import Again, AwaitsReward, EpisodeSetting, GoOn, Order, Past, Rewind
 from services.workers.timings import Timings
 
 # How often an agent's time is looked at while something is sampled for it, which may be waiting for an engine.
@@ -33,12 +40,21 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AgentDriver:
-    """``base_url``: of the OpenAI dialects, as agents reach this gateway."""
+    """``base_url``: of the OpenAI dialects, as agents reach the gateways."""
 
     door: Door
     base_url: str
     now: Callable[[], float]
     """Unix seconds."""
+    board: LoanBoard
+    """For agents that fetch their episodes."""
+    judges: Judges
+    """Of jobs whose rewards a model gives."""
+    own_base_url: str = ""
+    """For agents that are started here and end with this gateway; empty: ``base_url`` too."""
+
+    def url_for(self, order: Order) -> str:
+        return self.base_url if order.agent_lives_elsewhere else self.own_base_url or self.base_url
 
     def begin(
         self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
@@ -49,7 +65,8 @@ class AgentDriver:
         self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
     ) -> GoOn | Rewind | Again:
         """An agent that lives elsewhere goes on. One that ran here is gone: it begins again, if that is harmless."""
-        if not may_go_on(order):
+        is_gone = order.agent_pulls and not await has_agent(self.board, setting, order.key, attempt)
+        if is_gone or not may_go_on(order):
             return Again("episodes/restarted")
         kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
         tree = None if kept is None or kept.attempt != attempt else TreeSnapshot.decode(kept.data)
@@ -77,25 +94,30 @@ class AgentAttempt:
         self._driver = driver
         self._setting = setting
         self._order = order
-        self._session = session
         self._past = past
         self._meter = Meter(timings, setting.counters, setting.clock)
         self._tape = Tape(order.key, attempt, order.temperature)
         self._episode = AgentEpisode(setting, order, self._tape, self._meter, driver.now)
+        self._session: PlayedSession = session
+        if order.judge is not None:
+            name = f"{order.key}/{attempt}/judge"
+            self._session = JudgedAgent(session, setting, order.judge, driver.judges, self._last_turn, name)
+        if order.agent_pulls:
+            self._session = PulledAgent(self._session, setting, driver.board, self._episode, self._meter)
 
     @property
     def recorded(self) -> Tape:
         return self._tape
 
-    async def play(self) -> Outcome:
+    async def play(self) -> Outcome | AwaitsReward:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
         order, session, episode = self._order, self._session, self._episode
         self._restore()
         task = await order.environment.task(order.lease.split, order.lease.task_index)
         try:
-            with self._driver.door.open(episode) as key:
-                name = f"{order.key}/{self._tape.attempt}"
-                session.offer(Llm(self._driver.base_url, key, episode=name))
+            with self._driver.door.open(episode, self._order.reward_deadline_s or 0.0) as key:
+                name = f"{order.key}/{self._episode.named}"
+                session.offer(Llm(self._driver.url_for(order), key, episode=name))
                 self._meter.begin()
                 await session.start(task, order.seed)
                 stop = await self._until_over()
@@ -148,25 +170,40 @@ class AgentAttempt:
         """An agent may well fail when it is refused what is beyond its limits: that is no failure of its own."""
         error = ended.exception()
         refused = self._episode.stopped is not None and not isinstance(error, SessionLost)
+        if not self._episode.history.entries:
+            self._setting.counters.add("agents/asked_nothing")
         if error is not None and not (refused and isinstance(error, EnvironmentFailed)):
             raise error
 
-    async def _conclude(self, stop: StopReason) -> Outcome:
+    async def _conclude(self, stop: StopReason) -> Outcome | AwaitsReward:
         self._name_untrained()
         reward = without_asking(self._order, stop)
         parts: dict[str, float] = {}
         if reward is None:
-            reward, parts = with_length(self._order, *await self._reward(), self._tape.num_sampled)
+            try:
+                reward, parts = with_length(self._order, *await self._reward(), self._tape.num_sampled)
+            except EnvironmentFailed as error:
+                if error.reason != NO_REWARD or self._order.reward_deadline_s is None:
+                    raise
+                return self._awaiting(stop, self._order.reward_deadline_s, await self._evidence())
         try:
-            return Outcome(stop, reward, parts, self._metrics())
+            return Outcome(stop, reward, parts, self._metrics(), await self._evidence())
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
 
+    def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
+        turns = sorted(self._episode.history.entries)
+        ended = EndedEpisode(stop, cost_of_length(self._order, self._tape.num_sampled), turns)
+        outcome = Outcome(StopReason.NO_REWARD, metrics=self._metrics(), evidence=evidence)
+        return AwaitsReward(stop, outcome, ended.encode(), self._driver.now() + deadline_s)
+
     def _name_untrained(self) -> None:
         """What was sampled for a client that never had it is no action of the episode."""
-        tape, had, counters = self._tape, self._episode.history.had(), self._setting.counters
+        tape, had, counters = self._tape, self._had(), self._setting.counters
         lost = [turn for number, turn in sorted(tape.turns.items()) if turn.sampled and number not in had]
         tape.untrained_turns = tuple(turn.number for turn in lost)
+        entries = sorted(self._episode.history.entries.items())
+        tape.repeated = tuple(Repeated(number, one.num_repeats) for number, one in entries if one.num_repeats)
         counters.add("turns/untrained", len(lost))
         counters.add("tokens/untrained", sum(len(turn.sampled) for turn in lost))
 
@@ -175,13 +212,42 @@ class AgentAttempt:
         final, by_turn, parts = rewards.final, rewards.by_turn(), dict[str, float]()
         if final is None:
             try:
+                if isinstance(self._session, Witness):
+                    self._session.keep_evidence(self._order.evidence_bytes)
                 final, parts = await self._session.score()
             except EnvironmentFailed as error:
                 if not by_turn or error.reason != NO_REWARD:
+                    self._setting.counters.add("rewards/missing", error.reason == NO_REWARD)
                     raise
                 final = 0.0  # it was paid by the turn
+        self._tape.turn_rewards = in_order(by_turn)
         parts = {**parts, **{f"turn/{number}": value for number, value in by_turn.items()}}
         return math.fsum([final, *by_turn.values()]), parts
+
+    async def _evidence(self) -> Evidence:
+        """What the session tells, and the task in any case: another reward may ask for it."""
+        most_bytes = self._order.evidence_bytes
+        found = self._session.evidence if isinstance(self._session, Witness) else NOTHING
+        if not most_bytes:
+            return found
+        if TASK not in found.told:
+            found = await self._with_task(found, most_bytes)
+        return self._order.told_of(found)
+
+    async def _with_task(self, found: Evidence, most_bytes: int) -> Evidence:
+        try:
+            task = json.loads(await self._session.handed_out())
+        except EnvironmentFailed as error:
+            return Evidence(found.told, {**found.left_out, TASK: str(error)[:MAX_WHY_CHARS]})
+        return both(found, gathered([(TASK, task)], most_bytes), most_bytes)
+
+    def _last_turn(self) -> TapedTurn | None:
+        """That the agent had."""
+        had = self._had()
+        return self._tape.turns[max(had)] if had else None
+
+    def _had(self) -> set[int]:
+        return self._episode.history.had(paid=self._episode.rewards.by_turn())
 
     def _metrics(self) -> dict[str, float]:
         tape, timings = self._tape, self._meter.timings

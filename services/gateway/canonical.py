@@ -16,20 +16,27 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolSchema
 
 _SIZE = 16
+_write = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
 def of_tools(tools: Sequence[ToolSchema]) -> bytes:
     return _digest(tools)
 
 
-def prefixes(messages: Sequence[Message], root: bytes) -> list[bytes]:
-    """The digest of each beginning of a conversation, from the empty one (``root``) to the whole.
+def of_messages(messages: Sequence[Message]) -> list[bytes]:
+    """Of each message where it stands.
 
     Raises ``NotText`` and, for arguments of calls in no known form, ``ValueError``.
     """
+    return [_digest(said) for said in _all_said(messages)]
+
+
+def prefixes(said: Sequence[bytes], root: bytes) -> list[bytes]:
+    """The digest of each beginning of a conversation whose messages these are, from the empty one (``root``) to the
+    whole."""
     chain = [root]
-    for said in _all_said(messages):
-        chain.append(_digest([chain[-1].hex(), said]))
+    for one in said:
+        chain.append(blake2b(chain[-1] + one, digest_size=_SIZE).digest())
     return chain
 
 
@@ -40,12 +47,23 @@ def of_key(repeat_key: str) -> str:
 
 def of_message(message: Message) -> bytes:
     """Of one message alone."""
-    return prefixes([message], b"")[-1]
+    return of_messages([message])[0]
+
+
+def num_opening(messages: Sequence[Message]) -> int:
+    """The messages that a conversation is begun with: the instructions, and the first that is none."""
+    found = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
+    return found + 1
+
+
+def of_opening(messages: Sequence[Message], said: Sequence[bytes]) -> bytes:
+    """``said``: the digest of each message."""
+    return prefixes(said[: num_opening(messages)], b"")[-1]
 
 
 def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
     """Of an assistant's message; equal to ``of_message`` of the message that says the same."""
-    return _digest(["", ["assistant", text.strip(), [[name, arguments] for name, arguments in calls]]])
+    return _digest(["assistant", text.strip(), [[name, arguments] for name, arguments in calls]])
 
 
 def _all_said(messages: Sequence[Message]) -> Iterator[JSON]:
@@ -73,5 +91,4 @@ def _call(call: MessageCall) -> JSON:
 
 
 def _digest(value: object) -> bytes:
-    written = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return blake2b(written.encode("utf-8", "surrogatepass"), digest_size=_SIZE).digest()
+    return blake2b(_write(value).encode("utf-8", "surrogatepass"), digest_size=_SIZE).digest()

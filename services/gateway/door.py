@@ -10,20 +10,30 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from gspo_core.types import EpisodeKey
 from services.gateway.episode import AgentEpisode
-from services.gateway.keys import Keys, UnknownKey
+from services.gateway.keys import Attempt, Keys, UnknownKey
+from services.gateway.late import LateRewards
 from services.gateway.live import Delivery
 from services.gateway.turns import Ask, Refusal, RefusalKind
+from services.process.cancelling import cancel_all
+from services.state.queue_records import RewardWord
 
 T = TypeVar("T")
 
 # Beyond these the oldest are forgotten; their agents are told to ask again instead of that it is over.
 NUM_ENDED_KEPT = 65_536
+# What right keys name; wrong ones are read anew.
+NUM_KEYS_KEPT = 4096
 # Clients give up a request without an answer after some minutes at the earliest.
 PATIENCE_S = 20.0
+# A reward that comes in the moment in which its episode ends waits for that.
+REWARD_POLL_S = 0.2
+NONE = Attempt(-1, -1)
+OVER = "this episode has ended, was erased, or began again with another key"
 
 
 class Door:
@@ -36,45 +46,42 @@ class Door:
         now: Callable[[], float],
         patience_s: float = PATIENCE_S,
         model_names: Sequence[str] = ("policy",),
+        leaving: asyncio.Event | None = None,
     ) -> None:
-        """``now``: Unix seconds."""
+        """``now``: Unix seconds. ``leaving``: once it is set, nobody waits for an episode to come here."""
+        # Each request is asked for it several times.
+        self._read_key = lru_cache(maxsize=NUM_KEYS_KEPT)(keys.read)
         self._keys = keys
         self._now = now
         self._patience_s = patience_s
+        self._leaving = leaving or asyncio.Event()
         self._model_names = tuple(model_names)
-        self._open: dict[EpisodeKey, tuple[int, AgentEpisode]] = {}
-        self._ended: OrderedDict[EpisodeKey, int] = OrderedDict()
-        """The last attempt of episodes that have their outcome."""
+        self._open: dict[EpisodeKey, tuple[Attempt, AgentEpisode]] = {}
+        self._ended: OrderedDict[EpisodeKey, Attempt] = OrderedDict()
+        """The last attempt of episodes that have their outcome, or were erased."""
         self._opened = asyncio.Event()
+        self.late: LateRewards | None = None
+        """Takes rewards for episodes that are not played here (any more)."""
 
     @contextlib.contextmanager
-    def open(self, episode: AgentEpisode) -> Iterator[str]:
-        """Lets requests in; gives the key for the agent."""
-        key, attempt = episode.key, episode.attempt
+    def open(self, episode: AgentEpisode, reward_deadline_s: float = 0.0) -> Iterator[str]:
+        """Lets requests in; gives the key for the agent, by which a reward may come so long after its end."""
+        key, attempt = episode.key, episode.named
         self._open[key] = (attempt, episode)
         self._opened.set()
         self._opened = asyncio.Event()
         try:
-            yield self._keys.make(key, attempt, self._now())
+            yield self._keys.make(key, attempt, self._now(), reward_deadline_s)
         finally:
             if self._open.get(key) == (attempt, episode):
                 del self._open[key]
-            if episode.is_sealed:
+            if episode.is_sealed or episode.is_erased:
                 self._ended[key] = attempt
                 if len(self._ended) > NUM_ENDED_KEPT:
                     self._ended.popitem(last=False)
 
     async def ask(self, key: str, ask: Ask) -> Delivery:
-        episode = await self._episode(key)
-        asking = asyncio.create_task(episode.ask(ask))
-        try:
-            await asyncio.wait({asking}, timeout=self._patience_s)
-        finally:
-            if not asking.done():  # it becomes a turn all the same, which the client's next try joins
-                asking.add_done_callback(_drop)
-        if not asking.done():
-            raise Refusal(RefusalKind.AWAY, "this turn cannot be stored at the moment; ask again")
-        return asking.result()
+        return await (await self._episode(key)).ask(ask)
 
     async def count_tokens(self, key: str, ask: Ask) -> int:
         return (await self._episode(key)).count_tokens(ask)
@@ -84,14 +91,45 @@ class Door:
         return self._model_names
 
     async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
-        await (await self._episode(key)).reward(value, turn, token)
+        episode, attempt = self._named(key)
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._patience_s
+        # What takes the reward is never cut off in the middle: one that was taken would be posted again.
+        while not await self._take_reward(episode, attempt, value, turn, token):
+            if (left_s := until - clock()) <= 0:
+                raise Refusal(RefusalKind.AWAY, "this episode is not here at the moment; ask again")
+            await asyncio.sleep(min(left_s, REWARD_POLL_S))
+
+    async def _take_reward(self, key: EpisodeKey, attempt: Attempt, value: float, turn: str, token: str) -> bool:
+        """False while it is neither played here nor waits for a reward."""
+        held_attempt, held = self._open.get(key, (NONE, None))
+        if held is not None and held_attempt == attempt and not held.is_sealed:
+            try:
+                await held.reward(value, turn, token)
+            except Refusal as refusal:
+                if refusal.kind is not RefusalKind.ENDED or self.late is None:
+                    raise
+                return False  # it was sealed in this moment
+            return True
+        if self.late is not None:
+            return await self.late.post(key, attempt, value, turn, token) is RewardWord.TAKEN
+        if max(held_attempt, self._ended.get(key, NONE)) >= attempt:
+            raise Refusal(RefusalKind.ENDED, OVER)
+        return False
 
     async def finish(self, key: str) -> None:
         (await self._episode(key)).finish()
 
-    def _named(self, key: str) -> tuple[EpisodeKey, int]:
+    def absent(self, key: str) -> EpisodeKey | None:
+        """The episode of a right key that is not here, nor has ended here. Raises ``Refusal`` where it is none."""
+        episode, attempt = self._named(key)
+        held = self._open.get(episode)
+        newest = held[0] if held else self._ended.get(episode, NONE)
+        return episode if newest < attempt else None
+
+    def _named(self, key: str) -> tuple[EpisodeKey, Attempt]:
         try:
-            named = self._keys.read(key)
+            named = self._read_key(key)
         except UnknownKey:
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key names no episode here") from None
         if named.expires_at < self._now():
@@ -100,20 +138,29 @@ class Door:
 
     async def _episode(self, key: str) -> AgentEpisode:
         episode, attempt = self._named(key)
+        held = self._open.get(episode)
+        if held and held[0] == attempt:
+            return held[1]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 while True:
                     opened = self._opened
                     held = self._open.get(episode)
-                    newest = held[0] if held else self._ended.get(episode, -1)
+                    newest = held[0] if held else self._ended.get(episode, NONE)
                     if newest > attempt or (newest == attempt and not held):
-                        raise Refusal(RefusalKind.ENDED, "this episode has ended, or began again with another key")
+                        raise Refusal(RefusalKind.ENDED, OVER)
                     if held and newest == attempt:
                         return held[1]
-                    await opened.wait()
+                    if self._leaving.is_set():
+                        break
+                    await first_of(opened, self._leaving)
         raise Refusal(RefusalKind.AWAY, "this episode is not here at the moment; ask again")
 
 
-def _drop(asking: asyncio.Task[Delivery]) -> None:
-    if not asking.cancelled() and asking.exception() is None:
-        asking.result().dropped()
+async def first_of(*events: asyncio.Event) -> None:
+    """Waits until one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_all(waiting)

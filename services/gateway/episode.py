@@ -1,8 +1,9 @@
 """One attempt of an episode that an agent drives: its requests become turns, each sampled once and durable.
 
-Rule: what a request goes on from is decided under one lock, before anything is sampled for it, and stored; sampling
-goes on side by side; tokens are stored under the same lock, before any of them is given out. A request that repeats
-another gets its turn, not a new one. It decides neither when the episode ends nor what it is worth.
+Rule: what a request goes on from is decided before anything is sampled for it, and stored in one with its first tokens;
+sampling goes on side by side; tokens are stored in the order in which they are numbered, before any of them is given
+out. A request that repeats another gets its turn, not a new one. It decides neither when the episode ends nor what it
+is worth.
 """
 
 from __future__ import annotations
@@ -11,25 +12,32 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from gspo_core.messages import ToolSchema
-from gspo_core.types import EpisodeKey, Segment, StopReason
+from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
 from services.gateway.canonical import of_key
-from services.gateway.history import History, Rewritten, TurnEntry
+from services.gateway.history import History, Place, Rewritten, TurnEntry
+from services.gateway.keys import Attempt
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.plan import Beginning, Plan
 from services.gateway.reading import head, num_tokens_before, stop_text_in
-from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot
+from services.gateway.seeds import sampling_seed
+from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
-from services.gateway.turns import Ask, Refusal, RefusalKind
-from services.state.queue import Snapshot
+from services.gateway.turns import ERASED, Ask, Refusal, RefusalKind
+from services.state.queue import Kept, Snapshot
+from services.state.refusals import Erased
 from services.workers.setting import EpisodeSetting, Order
 
 # With stop texts: what is sampled behind one is thrown away.
 STOP_CHUNK_TOKENS = 32
+# Of a reward without its token, as it is kept.
+_REWARD_BYTES = 32
 # How long an ended episode waits for answers that are being sent.
 LAST_DELIVERY_S = 5.0
 
@@ -38,9 +46,15 @@ class AgentEpisode:
     """``ask`` until ``seal``. ``failure`` is set by the first error that ends the attempt."""
 
     def __init__(
-        self, setting: EpisodeSetting, order: Order, tape: Tape, meter: Meter, now: Callable[[], float]
+        self,
+        setting: EpisodeSetting,
+        order: Order,
+        tape: Tape,
+        meter: Meter,
+        now: Callable[[], float],
+        stop_chunk_tokens: int = STOP_CHUNK_TOKENS,
     ) -> None:
-        """``now``: Unix seconds."""
+        """``now``: Unix seconds. ``stop_chunk_tokens``: at most so many at once where a text may end the turn."""
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.finished = asyncio.Event()
         """The agent said that it is done."""
@@ -50,6 +64,7 @@ class AgentEpisode:
         self._tape = tape
         self._meter = meter
         self._now = now
+        self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
         self.history = History(self._digest)
         self._plan = Plan(setting.codec, tape, self.history)
@@ -58,6 +73,12 @@ class AgentEpisode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
+        self._has_new = False
+        """A turn was begun since the turns were last kept."""
+        self._num_kept_bytes = 0
+        """Of the turns, when they were last kept."""
+        self.num_requests = 0
+        """Of whatever kind: signs that the agent lives."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -68,6 +89,11 @@ class AgentEpisode:
     @property
     def attempt(self) -> int:
         return self._tape.attempt
+
+    @property
+    def named(self) -> Attempt:
+        """As its key names it."""
+        return Attempt(self._order.lease.epoch, self._tape.attempt)
 
     @property
     def stopped(self) -> StopReason | None:
@@ -83,6 +109,7 @@ class AgentEpisode:
             if entry.number in self._tape.turns:  # nothing was sampled for the others
                 if begins_again:
                     entry.delivered, entry.owed = False, True
+                self._tape.turns[entry.number].num_begun = entry.num_begun
                 self.history.add(entry)
         self._next_turn = max(self._tape.turns, default=-1) + 1
 
@@ -92,10 +119,21 @@ class AgentEpisode:
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
         ask = replace(ask, repeat_key=of_key(ask.repeat_key))
-        async with self._writing:
-            self._check_open()
-            turn = self._again(ask) or await self._begin(ask)
-            return Delivery(turn, self._keep_delivery)
+        self._check_open()
+        turn = self._again(ask) or self._begin(ask)
+        return Delivery(turn, self._keep_delivery, self._setting.counters)
+
+    def knows(self, ask: Ask) -> bool:
+        """Whether ``ask`` repeats a request, or goes on from a turn."""
+        history = self.history
+        key = of_key(ask.repeat_key)
+        if (key and history.named(key) is not None) or (ask.is_retry and history.equal(ask.digest)):
+            return True
+        try:
+            place = self._plan.place(ask)
+        except Refusal:
+            return False
+        return place.parent is not None or place.again is not None
 
     def count_tokens(self, ask: Ask) -> int:
         """Of the prompt that ``ask`` would become."""
@@ -108,6 +146,7 @@ class AgentEpisode:
             number = self._answers.number_of(turn) if turn else None
             if turn and number not in self.history.entries:
                 raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+            self._check_room(len(token.encode()) + _REWARD_BYTES)
             try:
                 self.rewards.add(value, number, token)
             except RewardRefused as error:
@@ -119,10 +158,11 @@ class AgentEpisode:
         self.finished.set()
 
     def _check_open(self) -> None:
+        self.num_requests += 1
         if self.is_sealed:
             raise Refusal(RefusalKind.ENDED, "this episode has ended")
         if self.failure.done():
-            raise _away()
+            raise self._lost()
 
     # which turn a request is
 
@@ -135,6 +175,8 @@ class AgentEpisode:
         if entry is None:
             return None
         self.history.name(entry, ask.repeat_key)
+        self._setting.counters.add("turns/repeated")
+        entry.num_repeats += 1
         turn = self._live.get(entry.number)
         return turn or self._alive(entry, self._tape.turns[entry.number], ask)
 
@@ -153,7 +195,7 @@ class AgentEpisode:
 
     # a new turn
 
-    async def _begin(self, ask: Ask) -> LiveTurn:
+    def _begin(self, ask: Ask) -> LiveTurn:
         self._budget.check(len(self.history.entries), self.num_calls)
         place = self._plan.place(ask)
         beginning = self._plan.beginning(place, ask)
@@ -164,29 +206,36 @@ class AgentEpisode:
             raise Refusal(RefusalKind.TOO_LONG, message, param="messages")
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
+        entry.num_begun = beginning.num_begun
+        self._check_room(len(msgspec.msgpack.encode(entry)))
         self._budget.stopped = None
-        await self._save(entry)
+        self._has_new = True
         self._next_turn += 1
         if place.parent is not None and place.parent.number in self._tape.turns:
             self._close(place.parent)
         self.history.add(entry)
         self._count(beginning)
-        return self._alive(entry, self._open(entry.number, beginning), ask)
+        taped = self._open(entry.number, beginning)
+        taped.asked, taped.user = _asked(entry, place, ask), ask.user
+        return self._alive(entry, taped, ask)
 
     def _open(self, number: int, beginning: Beginning) -> TapedTurn:
-        after = beginning.after
+        after, tape = beginning.after, self._tape
         if after is None:
-            return self._tape.begin(number, beginning.token_ids)
-        begin = self._tape.go_on if after.is_tip else self._tape.fork
-        return begin(number, after, beginning.token_ids)
+            taped = tape.begin(number, beginning.token_ids)
+        else:
+            taped = (tape.go_on if after.is_tip else tape.fork)(number, after, beginning.token_ids)
+        taped.num_begun = beginning.num_begun
+        return taped
 
     def _count(self, beginning: Beginning) -> None:
         counters, reason = self._setting.counters, beginning.reason
+        counters.add("turns/asked")
         if reason:
             counters.add("drift/forks")
             counters.add(f"drift/forks_{reason}")
         if reason and reason != Rewritten.SUB_AGENT and beginning.is_rendered:
-            counters.add("tokens/rendered_again", len(beginning.token_ids))
+            counters.add("tokens/rendered_again", len(beginning.token_ids) - beginning.num_begun)
 
     # sampling
 
@@ -209,14 +258,14 @@ class AgentEpisode:
         self._answer(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
-        most = min(self._budget.room(turn), STOP_CHUNK_TOKENS if turn.ask.stop else self._order.chunk_tokens)
+        most = min(self._budget.room(turn), self._stop_chunk_tokens if turn.ask.stop else self._order.chunk_tokens)
         with self._budget.reserved(most):
-            sampled = await self._sampled(turn.taped, most)
+            sampled = await self._sampled(turn, most)
             async with self._writing:
                 await self._record(turn, self._before_stop_text(turn, sampled))
 
-    async def _sampled(self, taped: TapedTurn, most: int) -> Sampled:
-        setting = self._setting
+    async def _sampled(self, turn: LiveTurn, most: int) -> Sampled:
+        setting, taped = self._setting, turn.taped
         started = setting.clock()
         with self._meter.sampling():
             sampled = await setting.policy.sample(
@@ -225,6 +274,7 @@ class AgentEpisode:
                 temperature=self._order.temperature,
                 stop_token_ids=setting.codec.stop_ids,
                 prefer_engine=taped.branch.last_engine,
+                sampling_seed=sampling_seed(turn.ask, taped),
             )
         self._meter.held(started, sampled.held_s)
         return sampled
@@ -232,8 +282,9 @@ class AgentEpisode:
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
         segments = self._tape.record(turn.taped, sampled, self._meter.take())
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
+        kept = self._kept() if self._has_new else None
         with self._meter.storing():
-            await self._setting.outbox.append(segments, self._note())
+            await self._setting.outbox.append(segments, self._note(), kept)
 
     def _before_stop_text(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
         if not turn.ask.stop:
@@ -271,25 +322,31 @@ class AgentEpisode:
     def num_calls(self) -> int:
         return sum(entry.num_calls for entry in self.history.entries.values())
 
-    async def _save(self, *added: TurnEntry) -> None:
-        """Under the lock, so that no segment is on its way. Raises ``Refusal``."""
-        entries = [*self.history.entries.values(), *added]
+    def _kept(self) -> Kept:
+        """As it is behind all segments that were cut so far. Nothing may be awaited between this and its storing."""
+        tape, entries = self._tape, list(self.history.entries.values())
+        data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "").encode()
+        self._has_new, self._num_kept_bytes = False, len(data)
+        return Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, data))
+
+    def _check_room(self, num_bytes: int) -> None:
+        """For so many more. Raises ``Refusal``."""
         try:
-            data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "").encode()
+            check_room(self._num_kept_bytes + num_bytes)
         except SnapshotTooLarge as error:
             raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: too many turns to keep: {error}") from error
-        setting, tape = self._setting, self._tape
-        snapshot = Snapshot(tape.attempt, tape.num_segments, data)
+
+    async def _save(self) -> None:
+        """Raises ``Refusal``."""
         try:
-            await setting.retrier.keep_trying(setting.records.save_snapshot, tape.key, setting.token, snapshot)
+            await self._setting.outbox.append([], kept=self._kept())
         except Exception as error:  # the lease is lost, or the server was rolled back
             self._fail(error)
-            raise _away() from error
+            raise self._lost() from error
 
     async def _keep_delivery(self) -> None:
-        async with self._writing:
-            if not self.is_sealed and not self.failure.done():
-                await self._save()
+        if not self.is_sealed and not self.failure.done():
+            await self._save()
 
     def _note(self) -> str:
         turns = len(self.history.entries)
@@ -315,7 +372,7 @@ class AgentEpisode:
     async def abandon(self) -> None:
         """Nothing more is sampled here, and whoever waits is told to ask again. Harmless after ``seal``."""
         self._fail(Drained(str(self._order.key)))
-        await self._cancel(_away())
+        await self._cancel(self._lost())
 
     async def _cancel(self, refusal: Refusal) -> None:
         tasks = list(self._tasks)
@@ -336,8 +393,20 @@ class AgentEpisode:
         if not self.failure.done():
             self.failure.set_result(error)
         for turn in self._live.values():
-            turn.settle(_away())
+            turn.settle(self._lost())
+
+    @property
+    def is_erased(self) -> bool:
+        """As far as is known here: it is told with the next write."""
+        return self.failure.done() and isinstance(self.failure.result(), Erased)
+
+    def _lost(self) -> Refusal:
+        """Why nothing more is answered here after the failure."""
+        if self.is_erased:
+            return Refusal(RefusalKind.ENDED, ERASED)
+        return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")
 
 
-def _away() -> Refusal:
-    return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")
+def _asked(entry: TurnEntry, place: Place, ask: Ask) -> Asked:
+    model = ask.model[:MAX_ASKED_CHARS]
+    return Asked(entry.parent, entry.reason, ask.dialect, model, len(ask.messages), place.num_old)

@@ -8,16 +8,18 @@ whole history each time, so nothing of it needs to be kept. It neither encodes n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
 from gspo_core.messages import Message, ToolSchema
-from services.gateway.canonical import of_message, of_tools, prefixes
+from services.gateway.canonical import num_opening, of_answer, of_message, of_messages, of_opening, of_tools, prefixes
 
 _NO_TOOLS = of_tools(())
+# Clients leave out an answer that has neither text nor calls.
+_NOTHING = of_answer("", ())
 
 
 class Rewritten(StrEnum):
@@ -28,7 +30,7 @@ class Rewritten(StrEnum):
     EDITED_HISTORY = "edited_history"
     """It goes on from a turn that others went on from, or begins like a stored conversation and then differs."""
     SUB_AGENT = "sub_agent"
-    """A conversation of its own, with another beginning."""
+    """A conversation of its own, with another beginning; its instructions may be known."""
     COMPACTED = "compacted"
     """It ends as a stored conversation does, behind another beginning."""
     TOOLS_CHANGED = "tools_changed"
@@ -44,7 +46,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
     bare: bytes
     """As above, without the tools."""
     opening: bytes
-    """Digest of the first message of the conversation."""
+    """Digest of what the conversation was begun with: its instructions and the first message that is none."""
     tail: bytes
     """Digest of its last message."""
     digest: str = ""
@@ -72,19 +74,30 @@ class TurnEntry(msgspec.Struct, array_like=True):
     """A client has all of it."""
     owed: bool = False
     """The agent began again from its first request: it is to get this turn once more."""
+    num_repeats: int = 0
+    """How often it was asked for again and given again."""
+    num_begun: int = 0
+    """Tokens at the end of its prompt that begin its answer: the request said how."""
+    gives_no_calls: bool = False
+    """What it calls is told as text: the request asked for no calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a request goes on."""
 
+    said: Sequence[bytes]
+    """Digest of each of its messages."""
     chain: Sequence[bytes]
+    """Digest of each beginning of it, with its tools, from the empty one on."""
     bare: bytes
     again: TurnEntry | None = None
     """A turn that answers the same conversation."""
     parent: TurnEntry | None = None
     num_old: int = 0
-    """Messages of the request that ``parent`` stands for."""
+    """Messages of the request that ``parent`` stands for, with its answer if that was sent."""
+    num_asked: int = 0
+    """Messages that ``parent`` answered."""
     reason: str = ""
     """Why it can only go on in a new branch, as far as the messages tell."""
 
@@ -130,28 +143,29 @@ class History:
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Place:
         """Raises ``ValueError`` for messages that cannot be read."""
-        chain = prefixes(messages, of_tools(tools))
-        bare = prefixes(messages, _NO_TOOLS) if tools else chain
+        said = of_messages(messages)
+        chain = prefixes(said, of_tools(tools))
+        bare = prefixes(said, _NO_TOOLS) if tools else chain
         if same := self._by_request.get(chain[-1]):
             again = same[-1]
             parent = None if again.parent is None else self.entries.get(again.parent)
-            return Place(chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
-        found = next(self._nodes(messages, chain, tools), None)
+            return Place(said, chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
+        found = next(self._nodes(messages, said, chain, tools), None)
         if found is None:
-            return Place(chain, bare[-1], reason=self._why_new(messages, bare, chain))
+            return Place(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
         num_old, parent = found
         reason = Rewritten.EDITED_HISTORY if self.is_continued(parent) else ""
-        return Place(chain, bare[-1], None, parent, num_old, reason)
+        num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
+        return Place(said, chain, bare[-1], None, parent, num_old, num_asked, reason)
 
-    def answered(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], chain: Sequence[bytes]
-    ) -> dict[int, TurnEntry]:
+    def answered(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, TurnEntry]:
         """The messages that are answers of these turns, by their place."""
-        return {num_old - 1: entry for num_old, entry in self._nodes(messages, chain, tools)}
+        nodes = self._nodes(messages, place.said, place.chain, tools)
+        return {num_old - 1: entry for num_old, entry in nodes if messages[num_old - 1]["role"] == "assistant"}
 
-    def had(self) -> set[int]:
-        """The turns that the agent had: they were delivered, or a turn that was goes on from them."""
-        had: set[int] = set()
+    def had(self, paid: Collection[int] = ()) -> set[int]:
+        """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
+        had = set(paid)
         for number in sorted(self.entries, reverse=True):
             entry = self.entries[number]
             if number in had or entry.delivered:
@@ -161,31 +175,41 @@ class History:
         return had
 
     def _nodes(
-        self, messages: Sequence[Message], chain: Sequence[bytes], tools: Sequence[ToolSchema]
+        self,
+        messages: Sequence[Message],
+        said: Sequence[bytes],
+        chain: Sequence[bytes],
+        tools: Sequence[ToolSchema],
     ) -> Iterator[tuple[int, TurnEntry]]:
         """The turns whose conversation and answer these messages begin with, the longest first."""
         for number in range(len(messages) - 1, 0, -1):
-            entries = self._by_request.get(chain[number]) if messages[number]["role"] == "assistant" else None
+            entries = self._by_request.get(chain[number])
             if entries:
-                said = of_message(messages[number])
-                equal = [entry for entry in entries if self._answer_of(entry, tools) == said]
+                is_answer = messages[number]["role"] == "assistant"
+                answer = said[number] if is_answer else _NOTHING
+                equal = [entry for entry in entries if self._answer_of(entry, tools) == answer]
                 if equal:
-                    yield number + 1, self._freshest(equal)
+                    yield number + is_answer, self._freshest(equal)
 
     def _freshest(self, equal: Iterable[TurnEntry]) -> TurnEntry:
         """Of turns with the same answer: one that nothing goes on from, if there is one, else the newest."""
         return max(equal, key=lambda entry: (not self.is_continued(entry), entry.number))
 
-    def _why_new(self, messages: Sequence[Message], bare: Sequence[bytes], chain: Sequence[bytes]) -> str:
+    def _why_new(
+        self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes], chain: Sequence[bytes]
+    ) -> str:
         if not self.entries:
             return ""
         has_same_tools = any(digest in self._by_request for digest in chain)
         if not has_same_tools and any(digest in self._by_bare for digest in bare):
             return Rewritten.TOOLS_CHANGED
         entries = self.entries.values()
-        tail = of_message(messages[-1])
-        answers = [of_message(message) for message in messages if message["role"] == "assistant"]
-        if any(tail == entry.tail or entry.answer in answers[-1:] for entry in entries):
+        begun = num_opening(messages)
+        answers = [
+            one for message, one in zip(messages[begun:], said[begun:], strict=True) if message["role"] == "assistant"
+        ]
+        ends = {of_message(message) for message in messages[begun:][-1:]}
+        if any(entry.tail in ends or entry.answer in answers[-1:] for entry in entries):
             return Rewritten.COMPACTED
-        opening = of_message(messages[0])
+        opening = of_opening(messages, said)
         return Rewritten.EDITED_HISTORY if any(opening == entry.opening for entry in entries) else Rewritten.SUB_AGENT

@@ -1,7 +1,8 @@
 """The keys by which agents ask for turns: each names one attempt of one episode, and proves itself.
 
 Rule: a key is signed with a secret of the installation, so any gateway can check it without a look-up, and nobody can
-make one. It opens one attempt until it expires. Keys are never logged.
+make one. It opens one attempt until it expires. Keys are never logged. Where the installation lost its secret and has
+another one, keys of before are still known here, so that what is over is said to be over.
 """
 
 from __future__ import annotations
@@ -10,14 +11,29 @@ import base64
 import hashlib
 import hmac
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gspo_core.types import EpisodeKey, InvalidValue
+from gspo_core.invariants import InvalidValue
+from gspo_core.types import EpisodeKey
 
 PREFIX = "ep_"
 # Far longer than an episode may wait and play; what has ended is refused before that.
 KEPT_S = 14 * 24 * 3600
 _MAC_BYTES = 32
 _MAX_CHARS = 512
+# A server that is wiped more often leaves nobody who remembers.
+MAX_SECRETS = 4
+
+
+class Attempt(NamedTuple):
+    """Which play of an episode: a later one is greater. Its number alone would come again after a loss of the queue."""
+
+    epoch: int
+    """In which its group was dispatched."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.number}"
 
 
 class UnknownKey(ValueError):
@@ -29,20 +45,32 @@ class Named:
     """What a key names."""
 
     episode: EpisodeKey
-    attempt: int
+    attempt: Attempt
     expires_at: int
     """Unix seconds."""
 
 
 class Keys:
     def __init__(self, secret: bytes) -> None:
+        self._secrets: tuple[bytes, ...] = ()
+        self.renew(secret)
+
+    @property
+    def secret(self) -> bytes:
+        """With which keys are made."""
+        return self._secrets[0]
+
+    def renew(self, secret: bytes) -> None:
+        """The secret of the installation, which may be another one than before."""
         if len(secret) < _MAC_BYTES:
             raise ValueError(f"the secret of the keys has {len(secret)} bytes, fewer than {_MAC_BYTES}")
-        self._secret = secret
+        others = [one for one in self._secrets if one != secret]
+        self._secrets = (secret, *others[: MAX_SECRETS - 1])
 
-    def make(self, episode: EpisodeKey, attempt: int, now: float) -> str:
-        words = f"{episode}/{attempt}/{int(now) + KEPT_S}".encode()
-        return PREFIX + base64.urlsafe_b64encode(self._mac(words) + words).decode().rstrip("=")
+    def make(self, episode: EpisodeKey, attempt: Attempt, now: float, more_s: float = 0.0) -> str:
+        """``more_s``: how long it is needed after the episode has ended."""
+        words = f"{episode}/{attempt}/{int(now + more_s) + KEPT_S}".encode()
+        return PREFIX + base64.urlsafe_b64encode(_mac(self.secret, words) + words).decode().rstrip("=")
 
     def read(self, key: str) -> Named:
         """Raises ``UnknownKey``; whether it has expired is for the caller to judge."""
@@ -54,13 +82,14 @@ class Keys:
         except ValueError:
             raise UnknownKey from None
         mac, words = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(words)):
+        if not any(hmac.compare_digest(mac, _mac(secret, words)) for secret in self._secrets):
             raise UnknownKey
         try:
-            episode, attempt, expires_at = words.decode().rsplit("/", 2)
-            return Named(EpisodeKey.parse(episode), int(attempt), int(expires_at))
+            episode, epoch, number, expires_at = words.decode().rsplit("/", 3)
+            return Named(EpisodeKey.parse(episode), Attempt(int(epoch), int(number)), int(expires_at))
         except (InvalidValue, ValueError):  # of another release
             raise UnknownKey from None
 
-    def _mac(self, words: bytes) -> bytes:
-        return hmac.new(self._secret, b"agent key 1\0" + words, hashlib.sha256).digest()
+
+def _mac(secret: bytes, words: bytes) -> bytes:
+    return hmac.new(secret, b"agent key 2\0" + words, hashlib.sha256).digest()

@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
+from services.episodes.counters import Counters
 from services.gateway.history import TurnEntry
 from services.gateway.reading import certain
 from services.gateway.tape import TapedTurn
 from services.gateway.turns import Answer, Ask, Piece, Refusal
+
+# Its tools can be large, and an episode keeps each of its turns.
+_ANSWERED = Ask(())
 
 
 class LiveTurn:
@@ -23,7 +28,7 @@ class LiveTurn:
         self.id = id
         self.entry = entry
         self.taped = taped
-        self.ask = ask
+        self.ask = replace(ask, messages=())  # a whole history each: no later turn needs it again
         self.answer: Answer | None = None
         self.refusal: Refusal | None = None
         self.deliveries: set[Delivery] = set()
@@ -45,28 +50,29 @@ class LiveTurn:
     def settle(self, outcome: Answer | Refusal) -> None:
         if self.answer is None and self.refusal is None:
             if isinstance(outcome, Answer):
-                self.answer = outcome
+                self.answer, self.ask = outcome, _ANSWERED
             else:
                 self.refusal = outcome
         self.tell()
 
     def certain(self) -> Piece:
         """All text and reasoning that will not change."""
-        sampled = self.taped.sampled
-        if len(sampled) != self._num_read:
+        num_sampled = len(self.taped.sampled)
+        if num_sampled != self._num_read:
             num_held = max((len(stop) - 1 for stop in self.ask.stop), default=0)
-            self._certain = certain(self._codec, sampled, self.ask.tools, num_held)
-            self._num_read = len(sampled)
+            self._certain = certain(self._codec, self.taped.said, self.ask.tools, num_held)
+            self._num_read = num_sampled
         return self._certain
 
 
 class Delivery:
     """An answer on its way to one client."""
 
-    def __init__(self, turn: LiveTurn, keep: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, turn: LiveTurn, keep: Callable[[], Awaitable[None]], counters: Counters) -> None:
         """``keep`` makes durable that it was delivered."""
         self._turn = turn
         self._keep = keep
+        self._counters = counters
         self._is_over = False
         turn.deliveries.add(self)
 
@@ -95,15 +101,26 @@ class Delivery:
                 yield more
             await changed.wait()
 
+    async def whole(self) -> Answer:
+        turn = self._turn
+        while turn.answer is None:
+            if turn.refusal is not None:
+                self.dropped()
+                raise turn.refusal
+            await turn.changed.wait()
+        return turn.answer
+
     async def delivered(self) -> None:
         if not self._is_over:
             self._turn.entry.delivered, self._turn.entry.owed = True, False
+            self._counters.add("answers/delivered")
             self._end()
             with contextlib.suppress(Refusal):  # the client has it all the same
                 await self._keep()
 
     def dropped(self) -> None:
         if not self._is_over:
+            self._counters.add("answers/undelivered")
             self._end()
 
     def _end(self) -> None:

@@ -1,7 +1,7 @@
 """Measures where an agent's time goes, while several of its turns may be sampled at once.
 
 Rule: every second counts once: as sampling while anything is sampled, else as storing, else as the agent's own.
-Waiting for an engine does not count against the episode.
+Waiting for an engine, or for an agent to come, does not count against the episode.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Meter:
         self._since = clock()
         self._num_sampling = 0
         self._num_storing = 0
+        self._num_unattended = 0
         self._held_until = 0.0
 
     def begin(self) -> None:
@@ -47,6 +48,17 @@ class Meter:
         finally:
             self._settle()
             self._num_sampling -= 1
+
+    @contextlib.contextmanager
+    def unattended(self) -> Iterator[None]:
+        """No agent plays the episode yet."""
+        self._settle()
+        self._num_unattended += 1
+        try:
+            yield
+        finally:
+            self._settle()
+            self._num_unattended -= 1
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[None]:
@@ -82,5 +94,7 @@ class Meter:
             self.timings.engine_s += went_by
         elif self._num_storing:
             self.timings.store_s += went_by
+        elif self._num_unattended:
+            self.timings.queue_s += went_by
         else:
             self.timings.env_s += went_by

@@ -6,13 +6,13 @@ Rule: where the stored ids can be gone on from, they are; only what cannot be is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ForkReason, Message
 from services.gateway.history import History, Place, Rewritten
 from services.gateway.tape import Tape, TapedTurn
-from services.gateway.turns import Ask, Refusal, RefusalKind
+from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,13 @@ class Beginning:
     """How a turn begins: the ids to read, and where they go."""
 
     token_ids: Sequence[int]
+    """All that is read; the last ``num_begun`` of them begin the answer."""
     after: TapedTurn | None = None
     """It goes on at the end of this turn, or forks from there."""
     num_stored: int = 0
     reason: str = ""
     is_rendered: bool = False
+    num_begun: int = 0
 
     @property
     def num_prompt(self) -> int:
@@ -36,6 +38,8 @@ class Plan:
         self._codec = codec
         self._tape = tape
         self._history = history
+        self._messages: dict[int, tuple[bytes, int, Message]] = {}
+        """Of turns: their messages, read with the tools of this digest from so many tokens."""
 
     def place(self, ask: Ask) -> Place:
         """Raises ``Refusal``."""
@@ -49,6 +53,21 @@ class Plan:
 
     def beginning(self, place: Place, ask: Ask) -> Beginning:
         """Raises ``Refusal``."""
+        found, begun = self._behind(place, ask), self._begun(ask.choice)
+        return replace(found, token_ids=[*found.token_ids, *begun], num_begun=len(begun)) if begun else found
+
+    def _begun(self, choice: ToolChoice) -> Sequence[int]:
+        if choice.mode != "required":
+            return ()
+        opening = self._codec.call_opening(choice.name)
+        if not opening:
+            message = (
+                "cannot be acted on: calls of this model have no beginning that could be given to it; leave it out"
+            )
+            raise Refusal(RefusalKind.INVALID, f"tool_choice {message}", param="tool_choice")
+        return opening
+
+    def _behind(self, place: Place, ask: Ask) -> Beginning:
         if place.again is not None:
             prompt = self._tape.turns[place.again.number].prompt
             return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
@@ -59,9 +78,9 @@ class Plan:
                 after = self._tape.turns[place.parent.number]
                 found = self._codec.bridge(
                     after.prompt,
-                    after.sampled,
+                    after.said,
                     messages[place.num_old :],
-                    history=messages[: place.num_old - 1],
+                    history=messages[: place.num_asked],
                     tools=ask.tools,
                 )
                 if not isinstance(found, ForkReason):
@@ -74,9 +93,18 @@ class Plan:
     def _as_answered(self, place: Place, ask: Ask) -> list[Message]:
         """The request's messages, those that are answers of the policy with all that it said."""
         messages = list(ask.messages)
-        for number, entry in self._history.answered(messages, ask.tools, place.chain).items():
-            messages[number] = self._codec.message(self._tape.turns[entry.number].sampled, ask.tools)
+        for number, entry in self._history.answered(place, messages, ask.tools).items():
+            messages[number] = self._message(entry.number, place.chain[0], ask)
         return messages
+
+    def _message(self, turn: int, tools_digest: bytes, ask: Ask) -> Message:
+        """Read once: each request holds all earlier turns."""
+        taped = self._tape.turns[turn]
+        known = self._messages.get(turn)
+        if known is None or known[:2] != (tools_digest, len(taped.sampled)):
+            known = tools_digest, len(taped.sampled), self._codec.message(taped.said, ask.tools)
+            self._messages[turn] = known
+        return known[2]
 
 
 def _unreadable(error: Exception) -> Refusal:

@@ -30,15 +30,22 @@ class Reading:
     parsed: ParsedTurn
 
 
-def read(codec: ChatCodec, sampled: Sequence[int], tools: Sequence[ToolSchema], overlap: str = "") -> Reading:
-    """``overlap``: what the text ends with and the agent is not to see."""
+def read(
+    codec: ChatCodec,
+    sampled: Sequence[int],
+    tools: Sequence[ToolSchema],
+    overlap: str = "",
+    *,
+    gives_calls: bool = True,
+) -> Reading:
+    """``overlap``: what the text ends with and the agent is not to see. Without ``gives_calls`` all calls are text."""
     parsed = codec.parse(sampled, tools)
-    calls = tuple(call for call in parsed.calls if _is_readable(call))
+    calls = tuple(call for call in parsed.calls if _is_readable(call) and gives_calls)
     text = parsed.text
-    if parsed.calls and not calls:
+    if parsed.calls and not calls and gives_calls:
         text = str(codec.message(sampled, tools, turn=parsed).get("content") or "")
     elif len(calls) < len(parsed.calls):
-        odd = [codec.tokenizer.decode(sampled[one.start : one.end]) for one in parsed.calls if not _is_readable(one)]
+        odd = [codec.tokenizer.decode(sampled[one.start : one.end]) for one in parsed.calls if one not in calls]
         text = "\n".join([text, *odd]).strip()
     hidden = overlap.rstrip()
     if hidden and text.endswith(hidden):

@@ -6,6 +6,7 @@ can make this process read without bound.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -24,6 +25,7 @@ from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import Dialect
 from services.gateway.dialects.faults import Fault, fault_of, final
 from services.gateway.dialects.openai_chat import OpenAIChat
+from services.gateway.seats import Seats
 from services.gateway.streams import fault_reply
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.telemetry import get_logger
@@ -34,6 +36,9 @@ MAX_BODY_BYTES = 64 << 20
 KEY_PREFIX = "ep_"
 # Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+_LEAVING = Refusal(RefusalKind.AWAY, "this gateway is about to leave; ask again, and another one answers")
 
 
 class BodyTooLarge(Exception):
@@ -98,9 +103,10 @@ def _fault(error: Exception) -> Fault:
 class RequestMiddleware:
     """Names each request and logs it when it is over. Answers for what nobody below answered for."""
 
-    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str], seats: Seats) -> None:
         self._app = app
         self._paths = paths
+        self._seats = seats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,9 +125,14 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._answer(scope, receive, send_named)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            # The process leaves, and nobody waits longer for what this request waits for.
+            if status:
+                raise
+            await self._fail(scope, fault_of(_LEAVING), receive, send_named)
         except Exception as error:
             # As plain text: renderers that show local variables would show headers, and keys with them.
             trace = "".join(traceback.format_exception(error))
@@ -129,13 +140,27 @@ class RequestMiddleware:
             if status:  # half an answer is out; only the end of the connection can tell
                 raise
             fault = Fault(500, "internal", f"the gateway failed; its log says why, under {request_id}")
-            dialect = dialect_of(scope["path"], {name.decode("latin-1"): "" for name, _ in scope["headers"]})
-            await fault_reply(dialect, fault, {})(scope, receive, send_named)
+            await self._fail(scope, fault, receive, send_named)
         finally:
             log = get_logger().info if status >= 400 else get_logger().debug
             duration_ms = round((time.monotonic() - started) * 1000, 1)
             path, method = self._path(scope), scope["method"]
             log("request", request_id=request_id, method=method, path=path, status=status, duration_ms=duration_ms)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            with self._seats.taken(key_of(request.headers)):
+                await self._app(scope, receive, send)
+        except Refusal as refusal:
+            await (await refused(request, refusal))(scope, receive, send)
+
+    async def _fail(self, scope: Scope, fault: Fault, receive: Receive, send: Send) -> None:
+        dialect = dialect_of(scope["path"], {name.decode("latin-1"): "" for name, _ in scope["headers"]})
+        await fault_reply(dialect, fault, {})(scope, receive, send)
 
     def _path(self, scope: Scope) -> str:
         return scope["path"] if scope["path"] in self._paths else "(none of ours)"

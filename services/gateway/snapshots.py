@@ -24,6 +24,12 @@ class SnapshotTooLarge(Exception):
     """The episode has more turns than can be kept."""
 
 
+def check_room(num_bytes: int) -> None:
+    """Raises ``SnapshotTooLarge`` where an episode's snapshot would have so many."""
+    if num_bytes > MAX_SNAPSHOT_BYTES:
+        raise SnapshotTooLarge(f"it has {num_bytes} bytes, more than {MAX_SNAPSHOT_BYTES}")
+
+
 class Reward(msgspec.Struct, frozen=True, array_like=True):
     """One reward that the agent posted."""
 
@@ -43,11 +49,7 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
     def encode(self) -> bytes:
-        """Raises ``SnapshotTooLarge``."""
-        data = msgspec.msgpack.encode(self)
-        if len(data) > MAX_SNAPSHOT_BYTES:
-            raise SnapshotTooLarge(f"it has {len(data)} bytes, more than {MAX_SNAPSHOT_BYTES}")
-        return data
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> TreeSnapshot | None:

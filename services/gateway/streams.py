@@ -57,19 +57,20 @@ class Reply:
         model: str,
         answering: Answering,
         headers: Mapping[str, str],
-        stopping: asyncio.Event,
+        leaving: asyncio.Task[bool],
         pace: Pace,
     ) -> None:
+        """``leaving`` ends when this gateway leaves; it is all replies' together."""
         self._dialect = dialect
         self._question = question
         self._model = model
         self._answering = answering
         self._headers = headers
-        self._stopping = stopping
+        self._leaving = leaving
         self._pace = pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _Items(self._answering, receive, self._stopping) as items:
+        async with _Items(self._answering, receive, self._leaving) as items:
             try:
                 if self._question.is_stream:
                     await self._stream(items, send)
@@ -84,10 +85,8 @@ class Reply:
                 self._answering.dropped()  # which says nothing of a turn that was delivered
 
     async def _send_whole(self, items: _Items, send: Send) -> None:
-        item = await items.take_first(None)
-        while not isinstance(item, Answer):
-            item = await items.take_first(None)
-        body = msgspec.json.encode(self._dialect.whole(self._question, self._model, item))
+        answer = await items.take_whole()
+        body = msgspec.json.encode(self._dialect.whole(self._question, self._model, answer))
         headers = {**self._headers, "content-type": "application/json", "content-length": str(len(body))}
         await send(_start(200, headers))
         await self._send_last(body, items, send)
@@ -109,10 +108,9 @@ class Reply:
         await self._send_last(writer.end(item), items, send)
 
     async def _send_last(self, body: bytes, items: _Items, send: Send) -> None:
-        await send(_body(body))
+        await send(_body(body, more=False))
         if not items.is_client_gone:
             await self._answering.delivered()
-        await send(_body(b"", more=False))
 
 
 def fault_reply(dialect: Dialect, fault: Fault, headers: Mapping[str, str]) -> Response:
@@ -127,22 +125,29 @@ def json_reply(body: JSON, headers: Mapping[str, str], status: int = 200) -> Res
 class _Items:
     """The items of an answer, as long as there is a client. The request's body must have been read."""
 
-    def __init__(self, answering: Answering, receive: Receive, stopping: asyncio.Event) -> None:
-        self._items = aiter(answering)
+    def __init__(self, answering: Answering, receive: Receive, leaving: asyncio.Task[bool]) -> None:
+        self._answering = answering
+        self._items: AsyncIterator[Piece | Answer] | None = None
         self._next: asyncio.Task[Piece | Answer] | None = None
         self._gone = asyncio.create_task(_disconnected(receive), name="client gone")
-        self._leaving = asyncio.create_task(stopping.wait(), name="leaving")
+        self._leaving = leaving
 
     async def __aenter__(self) -> _Items:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        tasks: list[asyncio.Task[Any]] = [self._gone, self._leaving]
-        await cancel_all(tasks if self._next is None else [*tasks, self._next])
+        await cancel_all([self._gone] if self._next is None else [self._gone, self._next])
 
     @property
     def is_client_gone(self) -> bool:
         return self._gone.done()
+
+    async def take_whole(self) -> Answer:
+        """Like ``take_first``, the last item alone."""
+        self._next = asyncio.create_task(self._answering.whole(), name="answer")
+        item = await self.take_first(None)
+        assert isinstance(item, Answer)
+        return item
 
     async def take_first(self, wait_s: float | None) -> Piece | Answer | None:
         """Like ``take``, while nothing was sent. Raises ``_RefusedInTime``, also where this gateway leaves: the client
@@ -158,6 +163,7 @@ class _Items:
 
     async def _take(self, wait_s: float | None, more: set[asyncio.Task[Any]]) -> Piece | Answer | None:
         if self._next is None:
+            self._items = self._items or aiter(self._answering)
             self._next = asyncio.create_task(_next(self._items), name="next item")
         await asyncio.wait({self._next, self._gone, *more}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if self._next.done():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
+from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, TurnReward
 from services.engines.token_ids import TokenIds
 from services.episodes.ledger import LedgerConflict, masked
 from services.episodes.policy import Sampled
@@ -43,11 +43,24 @@ class TapedTurn:
     sampled: array[int] = field(default_factory=lambda: array("i"))
     spans: list[tuple[int, int]] = field(default_factory=list)
     """The versions that sampled it, in order, each with the number of its tokens."""
+    num_begun: int = 0
+    """Of the prompt's tokens, the last ones: they begin the answer, and the policy went on from them."""
+    asked: Asked | None = None
+    """Recorded with its first tokens."""
+    user: str = ""
+    """As ``asked``."""
 
     @property
     def prompt(self) -> Sequence[int]:
-        """The ids that the policy had read when it began this turn."""
-        return self.branch.ids.head(self.num_prompt)
+        """The ids before the answer."""
+        return self.branch.ids.head(self.num_prompt - self.num_begun)
+
+    @property
+    def said(self) -> Sequence[int]:
+        """The ids of the answer, sampled or not."""
+        if not self.num_begun:
+            return self.sampled
+        return [*self.branch.ids.head(self.num_prompt)[self.num_prompt - self.num_begun :], *self.sampled]
 
     @property
     def end(self) -> int:
@@ -74,6 +87,10 @@ class Tape:
         self.num_branches = 0
         self.untrained_turns: tuple[int, ...] = ()
         """Those that nobody ever had, once that is known."""
+        self.turn_rewards: tuple[TurnReward, ...] = ()
+        """What turns were paid, once that is known."""
+        self.repeated: tuple[Repeated, ...] = ()
+        """The turns that were given more than once, once that is known."""
         self._last = (0, 0, 0, "")
         """Branch, turn, version and engine of the last segment."""
 
@@ -153,6 +170,8 @@ class Tape:
             outcome=outcome,
             spent=spent,
             untrained_turns=self.untrained_turns,
+            turn_rewards=self.turn_rewards,
+            repeated=self.repeated,
         )
 
     def _open(self, number: int, branch: _Branch, token_ids: Sequence[int]) -> TapedTurn:
@@ -188,6 +207,8 @@ class Tape:
             behavior_logprobs=behavior_logprobs,
             cache_mode=cache_mode,
             spent=spent,
+            asked=turn.asked if len(turn.spans) == 1 else None,
+            user=turn.user if len(turn.spans) == 1 and turn.asked is not None else "",
         )
         self._sealed(turn, version)
         return segment

@@ -16,20 +16,43 @@ Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the answer is to call tools."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    """``required``: its turn is begun as a call. ``none``: nothing in it is given as a call."""
+    name: str = ""
+    """The tool to call, where one is required by its name."""
+
+
+AUTO = ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """What an agent asks for: the next turn of a conversation, whose whole history it sends each time."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
+    choice: ToolChoice = AUTO
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the turn; they are not part of the answer."""
     digest: str = ""
-    """Of everything above. Equal requests have equal digests, whatever dialect or transport they came by."""
+    """Of everything above, and of ``seed``. Equal requests have equal digests, whatever dialect or transport they came
+    by."""
     repeat_key: str = ""
     """A key that the client chose: asked again with it, the answer is the same. Empty: none."""
     is_retry: bool = False
     """The client says that it sends this request again because it got no answer."""
+    user: str = ""
+    """Whom the client asks for, by its own name for them; no part of the digest."""
+    dialect: str = ""
+    """In which it was written."""
+    model: str = ""
+    """That it named."""
+    seed: int | None = None
+    """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +118,13 @@ class RefusalKind(StrEnum):
     """The episode has its outcome, or another attempt of it is playing."""
     TOO_LONG = "too_long"
     """The conversation does not fit the model's context."""
+    TOO_MANY = "too_many"
+    """The key has too many requests open; the same request may be sent again."""
     AWAY = "away"
     """Not now; the same request may be sent again."""
+
+
+ERASED = "this episode was erased: nothing that was said in it is kept, and nothing more is answered"
 
 
 class Refusal(Exception):
@@ -111,7 +139,7 @@ class Refusal(Exception):
 
     @property
     def may_retry(self) -> bool:
-        return self.kind is RefusalKind.AWAY
+        return self.kind in (RefusalKind.AWAY, RefusalKind.TOO_MANY)
 
 
 class Answering(Protocol):
@@ -125,6 +153,10 @@ class Answering(Protocol):
     @property
     def id(self) -> str:
         """That of the answer to come."""
+        ...
+
+    async def whole(self) -> Answer:
+        """The last item, for who needs no pieces."""
         ...
 
     @property

@@ -29,6 +29,7 @@ from gspo_core.env import (
 )
 from gspo_core.json_value import JSON
 from gspo_core.types import Split
+from services.hosts.local import LocalHosts
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters
@@ -300,8 +301,7 @@ def _listed(tool: ToolSchema) -> ListedTool:
 
 async def serve_ref(ref: str, config: Mapping[str, JSON], host: str, port: int, capacity: int, venvs: Path) -> None:
     """Until it is cancelled. Raises ``InvalidEnvironment``."""
-    python = await Interpreters(venvs).for_environment(ref)
-    environment = await HostedEnvironment.open(HostOrder(ref, config, python=python))
+    environment = await HostedEnvironment.open(HostOrder(ref, config), boot=LocalHosts(Interpreters(venvs)).boot)
     most = min(capacity, environment.capacity)
     ready = asyncio.Event()
     serving = asyncio.create_task(serve(environment, host, port, most, ready))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment
 from services.hosts.process import Cause, Death, HostProcess
 from services.hosts.remote import RemoteHost, RemoteProcess
-from services.hosts.server import BootFailed, HostOrder, RunningHost
+from services.hosts.server import BootFailed, HostKilled, HostOrder, RunningHost
 from services.hosts.wire import HostDescription
 from services.process.telemetry import get_logger
 
@@ -63,10 +63,17 @@ class HostPool:
         cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = RunningHost.boot
     ) -> HostPool:
         """Raises ``InvalidEnvironment`` with the reason."""
-        try:
-            return cls(order, await boot(order), count, boot)
-        except BootFailed as error:
-            raise InvalidEnvironment(str(error)) from error
+        reason = ""
+        for wait_s in BOOT_RETRY_S:
+            await asyncio.sleep(wait_s)
+            try:
+                return cls(order, await boot(order), count, boot)
+            except HostKilled as error:  # which says nothing of the environment, unless it is always so
+                reason = str(error)
+                count("host/rebooted")
+            except BootFailed as error:
+                raise InvalidEnvironment(str(error)) from error
+        raise InvalidEnvironment(reason)
 
     @property
     def capacity(self) -> int:

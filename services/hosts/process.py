@@ -22,7 +22,7 @@ from services.hosts.wire import BadFrame
 # How long to wait for the report of a process's end once its connection has closed.
 REPORT_S = 2.0
 # Signals that come from outside: from an operator, or from a kernel that is short of memory.
-_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
 class Cause(StrEnum):
@@ -74,6 +74,7 @@ class Reply(msgspec.Struct):
     """A member is still running although its time is over."""
     metrics: dict[str, float] | None = None
     snapshot: str | None = None
+    evidence: tuple[dict[str, str], dict[str, str]] | None = None
 
 
 _read_reply = msgspec.json.Decoder(Reply).decode
@@ -164,7 +165,7 @@ class HostProcess(asyncio.Protocol):
         kind, number = self.ended.result() if self.ended.done() else ("signal", signal.SIGKILL)
         if kind == "memory":
             death = Death(Cause.OVER_MEMORY, suspects)
-        elif kind == "signal" and number in _FROM_OUTSIDE:
+        elif kind == "signal" and number in FROM_OUTSIDE:
             death = Death(Cause.KILLED, suspects, signal.Signals(number).name)
         else:
             detail = signal.Signals(number).name if kind == "signal" else f"exit status {number}"

@@ -20,8 +20,8 @@ from gspo_core.log.records import decode_record
 from services.files.data_dir import EnvironmentsDir
 from services.files.durable import make_directory, write_once
 
-# Of registrations and reports.
-SCHEMA = 1
+# Of registrations and reports. 2: an agent plays it; what has none is written as 1, as releases before wrote it.
+SCHEMA = 2
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,7}}))?")
 MAX_REPORTS = 50
@@ -56,6 +56,8 @@ class Registration:
     is_remote: bool = False
     """It reaches a URL that a user named: its host may connect to allowed addresses only."""
     digest: str = ""
+    agent: Mapping[str, JSON] | None = None
+    """How its agent is started, as a job has it; None where a job says that itself, or where it has none."""
 
     @property
     def id(self) -> str:
@@ -87,7 +89,8 @@ def parse_reference(text: str) -> tuple[str, int | None] | None:
 
 def digest_of(one: Registration) -> str:
     """Equal for registrations with the same content."""
-    text = json.dumps([one.ref, one.config, one.upload, one.source], sort_keys=True, allow_nan=False)
+    content = [one.ref, one.config, one.upload, one.source, *([] if one.agent is None else [one.agent])]
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -117,7 +120,7 @@ class EnvironmentRegistry:
             make_directory(self._directory.environment(wanted.name))
             # Another process may have taken the number: then look at its content first.
             with contextlib.suppress(FileExistsError):
-                write_once(self._directory.record(wanted.name, number), [json.dumps(asdict(record)).encode()])
+                write_once(self._directory.record(wanted.name, number), [_bytes_of(record)])
                 return record, True
 
     def require_name(self, name: str, owner: str) -> None:
@@ -180,6 +183,13 @@ class EnvironmentRegistry:
 
     def _report_path(self, one: Registration, number: int) -> Path:
         return self._directory.report(one.name, one.version, number)
+
+
+def _bytes_of(record: Registration) -> bytes:
+    fields = asdict(record)
+    if record.agent is None:
+        del fields["agent"]
+    return json.dumps(fields if record.agent is None else {"schema": SCHEMA, **fields}).encode()
 
 
 def _require_owner(held: Sequence[Registration], owner: str) -> None:

@@ -116,6 +116,9 @@ async def _connect(addresses: Sequence[str]) -> socket.socket:
         except OSError as failed:  # a timeout is one, too
             connection.close()
             error = failed
+        except BaseException:  # nobody waits for it any more
+            connection.close()
+            raise
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection

@@ -14,21 +14,25 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from environments.sandbox.contract import Sandboxes
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
-from services.hosts import wire
+from services.hosts import scratch, wire
 from services.hosts.mark import Mark
-from services.hosts.process import Cause, Death, HostProcess
-from services.hosts.wire import BadFrame, HostDescription
+from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
+from services.hosts.sandboxes.relay import Relay
+from services.hosts.walls.control_groups import Group
+from services.hosts.walls.filesystem import SESSIONS
+from services.hosts.walls.pids import outer_pid
+from services.hosts.walls.plan import Shown
+from services.hosts.walls.tiers import WALLS, Bounds, Program, Tier
+from services.hosts.wire import HARD_MEMORY_FACTOR, BadFrame, HostDescription
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that a host inherits: no settings, no keys, no addresses of ours.
@@ -36,6 +40,9 @@ PASSED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "
 TAIL_BYTES = 4096
 # A server that is busy forking reads its requests a little later.
 FULL_S = 0.02
+# Between the end of a host's connection and that of the host.
+ENDS_WITHIN_S = 1.0
+SESSIONS_OUT_OF_MEMORY_SCORE = "900"
 
 
 class _Event(msgspec.Struct):
@@ -62,7 +69,7 @@ class HostOrder:
 
     ref: str
     config: Mapping[str, JSON] = field(default_factory=dict)
-    hosting: Mapping[str, int] = field(default_factory=dict)
+    hosting: Mapping[str, int | str] = field(default_factory=dict)
     """Fields of ``HostLimits`` that the job sets."""
     python: str = sys.executable
     """The interpreter, e.g. of the environment's own virtual environment."""
@@ -75,6 +82,35 @@ class HostOrder:
     """It may connect to public addresses and to these networks only. None: to everything."""
     agent: Mapping[str, JSON] | None = None
     """How its agent is started, as the job says; None for an environment that is none."""
+    is_upload: bool = False
+    """Somebody sent its code to the API."""
+    tier: Tier = Tier.PROCESS
+    """The wall around it; `services.hosts.policy` decides."""
+    sandboxes: Sandboxes | None = None
+    """Where what a policy runs is run; None: in the host itself."""
+    bounds: Bounds = field(default_factory=Bounds)
+    has_network: bool = False
+    """Of the tiers that can withhold it."""
+    readable: Sequence[str] = ()
+    """Paths that it may read behind a wall, besides code."""
+    writable: Sequence[str] = ()
+    hidden: Sequence[str] = ()
+    """Paths that it does not see, although they lie below some that it does."""
+
+    @property
+    def shown(self) -> Shown:
+        """What it sees behind a wall."""
+        files = [ref.rpartition(":")[0] for ref in (self.ref, str((self.agent or {}).get("reward") or ""))]
+        code = [one for one in files if one.endswith(".py")]
+        return Shown(
+            self.python,
+            code=(*_search_path(), *self.paths),
+            files=code,
+            readable=self.readable,
+            writable=self.writable,
+            hidden=self.hidden,
+            network=self.has_network,
+        )
 
     def frame(self) -> wire.Boot:
         """The part of it that a host is told."""
@@ -89,12 +125,27 @@ class BootFailed(Exception):
     """The host did not come up, and the environment may or may not be to blame."""
 
 
+class HostKilled(BootFailed):
+    """Somebody outside ended it before it had come up: a kernel that is short of memory, or an operator."""
+
+
 class RunningHost(asyncio.Protocol):
     """A running host. ``boot`` makes one."""
 
-    def __init__(self, order: HostOrder, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self,
+        order: HostOrder,
+        connection: socket.socket,
+        process: subprocess.Popen[bytes],
+        group: Group | None,
+        relay: Relay | None = None,
+    ) -> None:
         self._order = order
         self._process = process
+        self._relay = relay
+        self._group = group
+        """What bounds all of it together, where the machine has such a thing."""
+        self._base_bytes = self._most_processes = 0
         self._connection = connection
         self._raw = connection.dup()
         """Descriptors are sent past the transport, which cannot."""
@@ -105,7 +156,7 @@ class RunningHost(asyncio.Protocol):
         self._pids: set[int] = set()
         self._next_number = 0
         self._output = _Output()
-        self._scratch = str(Path(tempfile.gettempdir()) / f"gspo-env-{uuid.uuid4().hex}")
+        self.scratch = str(scratch.new_path(SESSIONS if order.tier else None))
         """Its processes' temporary files: below it, so that they go even where the server cannot clean up. The server
         makes it, once it outlives whoever started it: else a worker that is killed meanwhile would leave it behind."""
         self.is_dead = False
@@ -114,13 +165,19 @@ class RunningHost(asyncio.Protocol):
 
     @classmethod
     async def boot(cls, order: HostOrder) -> RunningHost:
-        """Raises ``InvalidEnvironment`` with the reason, or ``BootFailed``."""
+        """Raises ``InvalidEnvironment`` with the reason, ``BootFailed`` or ``HostKilled``."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         read_output, write_output = os.pipe()
+        group = Group.make(order.bounds.num_processes) if order.tier else None
+        relay = None if order.sandboxes is None else Relay(order.sandboxes)
         try:
-            process = _spawn(order, theirs, write_output)
+            process = _spawn(order, theirs, write_output, group, relay)
         except OSError as error:
+            if relay is not None:
+                relay.close()
+            if group is not None:
+                group.remove()
             ours.close()
             os.close(read_output)
             raise InvalidEnvironment(f"{order.ref}: its interpreter {order.python} does not start: {error}") from None
@@ -128,20 +185,44 @@ class RunningHost(asyncio.Protocol):
             theirs.close()
             os.close(write_output)
         ours.setblocking(False)
-        server = cls(order, ours, process)
+        server = cls(order, ours, process, group, relay)
         try:
             async with asyncio.timeout(order.boot_timeout_s):
                 await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
                 server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
-                server._transport.write(wire.encode({**order.frame(), "scratch": server._scratch}))
+                server._transport.write(wire.encode({**order.frame(), **server._inside()}))
                 server.description = await server._ready
+                server._base_bytes = group.held_bytes() if group is not None else 0
         except TimeoutError:
             await server.close()
             raise BootFailed(f"{order.ref} was not loaded within {order.boot_timeout_s:g}s") from None
+        except BootFailed as error:
+            try:
+                was_killed = await loop.run_in_executor(None, server._was_killed)
+            finally:
+                await server.close()
+            if was_killed:
+                raise HostKilled(f"{order.ref}: its host was killed while loading it") from error
+            raise
         except BaseException:
             await server.close()
             raise
         return server
+
+    def _inside(self) -> wire.Place:
+        return {
+            "scratch": self.scratch,
+            "is_walled": bool(self._order.tier),
+            "may_listen": not self._order.has_network,
+            "door": None if self._relay is None else self._relay.number,
+        }
+
+    def _was_killed(self) -> bool:
+        """Of one whose connection has ended: from outside."""
+        try:
+            return -self._process.wait(ENDS_WITHIN_S) in FROM_OUTSIDE
+        except subprocess.TimeoutExpired:
+            return False
 
     async def fork(self) -> HostProcess:
         """A new process; it answers as soon as it has started."""
@@ -150,18 +231,30 @@ class RunningHost(asyncio.Protocol):
         mark = Mark.new()
         process = HostProcess(self._next_number, Mark(mark), self._kill, self._order.hang_grace_s)
         self._processes[process.number] = process
+        self._allow_memory()
         try:
             await self._send(wire.encode({"fork": process.number}), (theirs.fileno(), mark))
         except OSError as error:
             ours.close()
             self.is_dead = True  # known here before its connection says so
             raise BootFailed(f"the host does not answer: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             os.close(mark)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: process, sock=ours)
         return process
+
+    def _allow_memory(self) -> None:
+        """What its processes may hold, as many as there ever were at once, beside what was there before them."""
+        if self._group is not None and len(self._processes) > self._most_processes:
+            self._most_processes = len(self._processes)
+            for_each = int(HARD_MEMORY_FACTOR * self.description.memory_mb)
+            mb = self._order.bounds.disk_mb + self._most_processes * for_each
+            self._group.allow_memory(self._base_bytes + (mb << 20))
 
     async def close(self) -> None:
         """Ends all of its processes and itself; waits until they are gone."""
@@ -183,7 +276,13 @@ class RunningHost(asyncio.Protocol):
             await loop.run_in_executor(None, self._process.wait)
         self._output.close()
         self._kill_groups()
-        await loop.run_in_executor(None, partial(shutil.rmtree, self._scratch, ignore_errors=True))
+        if self._relay is not None:
+            await loop.run_in_executor(None, self._relay.close)
+            self._relay = None
+        if self._group is not None:
+            self._group.remove()
+            self._group = None
+        await loop.run_in_executor(None, self._remove_scratch)
 
     @property
     def pid(self) -> int:
@@ -218,18 +317,33 @@ class RunningHost(asyncio.Protocol):
             return
         event = _read_event(body)
         if event.forked is not None and event.pid is not None:
-            self._pids.add(event.pid)
-            if event.forked in self._processes:
-                self._processes[event.forked].pid = event.pid
+            self._learn_pid(event.forked, event.pid)
         elif event.ended is not None:
             process = self._processes.pop(event.ended, None)
             if process is not None:
                 self._pids.discard(process.pid or 0)
-                process.ended.set_result(event.how)
+                process.ended.set_result(self._blamed(event.how))
+
+    def _blamed(self, how: tuple[str, int]) -> tuple[str, int]:
+        """The kernel ends what takes too much of a group's memory as anybody from outside would."""
+        is_killed = how == ("signal", int(signal.SIGKILL))
+        return ("memory", 0) if is_killed and self._group is not None and self._group.has_killed() else how
+
+    def _learn_pid(self, number: int, pid: int) -> None:
+        if self._order.tier:
+            seen = outer_pid(self._process.pid, pid)
+            _end_first(seen)
+        else:
+            seen = pid
+            self._pids.add(pid)
+        if number in self._processes:
+            self._processes[number].pid = seen
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_dead = True
         self.gone.set()
+        # At once: whoever started it may be the next to be killed, and then nobody would.
+        asyncio.get_running_loop().run_in_executor(None, self._remove_scratch)
         self._fail(BootFailed(f"{self._order.ref}: its host exited while loading it: {self.tail or 'no output'}"))
         for process in list(self._processes.values()):
             if not process.ended.done():
@@ -255,6 +369,9 @@ class RunningHost(asyncio.Protocol):
             asyncio.get_running_loop().call_later(FULL_S, self._kill, number)
         except OSError:  # the server is gone, and took its processes along
             return
+
+    def _remove_scratch(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _kill_groups(self) -> None:
         """Does what a killed server could no longer do."""
@@ -282,17 +399,33 @@ class _Output(asyncio.Protocol):
             self._transport.close()
 
 
-def _spawn(order: HostOrder, control: socket.socket, output: int) -> subprocess.Popen[bytes]:
-    program = [order.python, "-m", "services.hosts.inside", str(control.fileno()), str(os.getpid())]
-    return subprocess.Popen(
-        program,
-        pass_fds=(control.fileno(),),
+def _end_first(pid: int | None) -> None:
+    """Where memory is short, a process of sessions ends before that which forks all of them."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(SESSIONS_OUT_OF_MEMORY_SCORE, encoding="ascii")
+
+
+def _spawn(
+    order: HostOrder, control: socket.socket, output: int, group: Group | None, relay: Relay | None
+) -> subprocess.Popen[bytes]:
+    parent = 0 if order.tier else os.getpid()  # nobody outside has a number behind a wall
+    command = [order.python, "-m", "services.hosts.inside", str(control.fileno()), str(parent)]
+    inherited = (control.fileno(),) if relay is None else (control.fileno(), relay.number)
+    inside = Program(command, child_variables(order.paths), inherited)
+    joins = [] if group is None else group.entries
+    program = WALLS[order.tier].around(inside, order.shown, order.bounds, joins)
+    process = subprocess.Popen(
+        program.command,
+        pass_fds=inherited,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env=child_variables(order.paths),
+        env=program.variables,
         start_new_session=True,
     )
+    if relay is not None:
+        relay.theirs.close()  # once no process of the host has it, there is nobody left to admit
+    return process
 
 
 def child_variables(paths: Sequence[str] = ()) -> dict[str, str]:

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -25,16 +25,20 @@ from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire
+from services.hosts.local import LocalHosts
+from services.hosts.policy import WallPolicy
 from services.hosts.process import Cause, Death, Died, HostProcess, Reply
 from services.hosts.remote import SILENCE_S
 from services.hosts.server import BootFailed, HostOrder, RunningHost
 from services.hosts.venv import Interpreters
 from services.hosts.wire import MAX_FRAME_BYTES, BadFrame
+from services.process.account import tell_of_root
+from services.process.cancelling import cancel_all
 from services.process.children import bury_orphans
 from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
-from services.process.telemetry import configure_logging, get_logger
+from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 
 # Before the token has been shown.
 MAX_GREETING_BYTES = 4096
@@ -64,7 +68,7 @@ class _Boot(msgspec.Struct):
 
     ref: str
     config: dict[str, Any]
-    hosting: dict[str, int]
+    hosting: dict[str, bool | int | Literal["process", "wall", "container", "remote"]]
     networks: list[str] | None
     agent: dict[str, Any] | None = None
 
@@ -76,10 +80,10 @@ class _Boot(msgspec.Struct):
 class Guest:
     """A worker's connection and the host that it asked for."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, interpreters: Interpreters) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hosts: LocalHosts) -> None:
         self._reader = reader
         self._writer = writer
-        self._interpreters = interpreters
+        self._hosts = hosts
         self._host: RunningHost | None = None
         self._processes: dict[int, HostProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,8 +176,7 @@ class Guest:
 
     async def _boot(self, order: HostOrder) -> None:
         try:
-            python = await self._interpreters.for_environment(order.ref)
-            self._host = await RunningHost.boot(replace(order, python=python, boot_timeout_s=BOOT_TIMEOUT_S))
+            self._host = await self._hosts.boot(replace(order, boot_timeout_s=BOOT_TIMEOUT_S))
         except InvalidEnvironment as error:
             self._say({"invalid": str(error)})
         except BootFailed as error:
@@ -228,12 +231,12 @@ class Guest:
             self._writer.write(wire.encode(frame))
 
     async def _end(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writer.close()
-        if self._host is not None:
-            await self._host.close()
+        try:
+            await cancel_all(list(self._tasks))
+        finally:
+            self._writer.close()
+            if self._host is not None:
+                await self._host.close()
 
 
 def is_token(presented: str, sha256: str) -> bool:
@@ -246,7 +249,9 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
     sha256 = settings.env_token_sha256
     if sha256 is None:
         raise SettingsError("GSPO_ENV_TOKEN_SHA256 is not set: without it anyone could run code here")
-    interpreters = Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)
+    policy = WallPolicy.of(settings)
+    policy.announce()
+    hosts = LocalHosts(Interpreters(DataDir(settings.data_dir).venvs, settings.env_install), policy)
 
     guests: dict[asyncio.Task[None], Guest] = {}
 
@@ -257,13 +262,16 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
             get_logger().warning("refused", peer=peer, reason=str(error))
 
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        guest = Guest(reader, writer, interpreters)
+        guest = Guest(reader, writer, hosts)
         task = asyncio.create_task(receive(guest, str(writer.get_extra_info("peername"))))
         guests[task] = guest
         task.add_done_callback(guests.pop)
+        # However it ends: asyncio leaves the connection of a task that was cancelled open, and the worker would wait.
+        task.add_done_callback(lambda _: writer.close())
 
     server = await asyncio.start_server(on_connection, host, port)
     get_logger().info("listening", port=server.sockets[0].getsockname()[1])
+    tell_of_root()
     # Policies start processes as they like; orphaned ones become children of the container's first process.
     burying = asyncio.create_task(bury_orphans(), name="burying")
     async with Health(settings.health_file, stop) as health:
@@ -287,6 +295,7 @@ def main() -> int:
     try:
         settings = load_settings()
         configure_logging("environments", level=settings.log_level, log_format=settings.log_format)
+        tell_unread_settings()
         return run_until_signalled(lambda stop: serve(settings, arguments.host, arguments.port, stop))
     except (SettingsError, OSError) as error:
         print(f"services.hosts.service: {error}", file=sys.stderr)

@@ -27,9 +27,10 @@ from gspo_core.env import (
     ToolSchema,
 )
 from gspo_core.env.contract import Phase, PhaseLimits
+from gspo_core.env.reported import BeyondBounds, check_all, check_size
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
-from gspo_core.types import Split, StopReason
+from gspo_core.types import NOTHING, Evidence, Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
 from services.hosts.process import Cause, Death, Died, Reply
@@ -150,6 +151,8 @@ class HostedSession:
         self._is_watched = False
         """It becomes a suspect once it acts; bringing it back is no action of its policy."""
         self._metrics: dict[str, float] = {}
+        self.evidence: Evidence = NOTHING
+        self._evidence_bytes = 0
         self.held_s = 0.0
         """Seconds spent bringing it back after its process had died; they do not count against the episode."""
         self.close_failure: str | None = None
@@ -217,20 +220,33 @@ class HostedSession:
                     self._history.append((turn, observation.messages))
                 return observation
 
+    def keep_evidence(self, most_bytes: int) -> None:
+        self._evidence_bytes = most_bytes
+
     async def score(self) -> tuple[float, dict[str, float]]:
         if self._is_broken:
             return (self._environment.reward_range or (0.0, 0.0))[0], {}
         while True:
             try:
                 await self._be_seated()
-                reply = await self._call("score", self._limits.score_timeout_s, {})
+                reply = await self._call("score", self._limits.score_timeout_s, self._judging)
             except Died as died:
                 self._leave()
                 if self._is_guilty(died.death):
                     raise EnvironmentFailed("score", str(died.death)) from died
                 self._lose(died.death)
             else:
-                return wire.score_from_json(reply.result)
+                return self._scored(reply)
+
+    @property
+    def _judging(self) -> wire.Arguments:
+        return {"evidence_bytes": self._evidence_bytes} if self._evidence_bytes else {}
+
+    def _scored(self, reply: Reply) -> tuple[float, dict[str, float]]:
+        self.evidence = NOTHING if reply.evidence is None else Evidence(*reply.evidence)
+        reward, parts = wire.score_from_json(reply.result)
+        _check("score", {**parts}, reward)
+        return reward, parts
 
     async def snapshot(self) -> bytes | None:
         return base64.b64decode(self._snapshot) if self._snapshot is not None and not self._is_broken else None
@@ -284,6 +300,7 @@ class HostedSession:
         reply = await self._call("act", budget_s, {"turn": wire.turn_to_json(turn)})
         self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = wire.observation_from_json(reply.result)
+        _check("act", {}, observation.reward)
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
             self._is_broken = True
             self._count("host/broken_by_policy")
@@ -300,6 +317,7 @@ class HostedSession:
         if reply.failed is not None:
             phase, reason = reply.failed
             raise AtCapacity(int(reason)) if phase == "capacity" else EnvironmentFailed(cast(Phase, phase), reason)
+        _check("host", self._metrics)
         return reply
 
     # when its process is gone
@@ -391,13 +409,17 @@ class HostedAgentSession(HostedSession):
         """Before ``start``: where the agent asks for its turns."""
         self._llm = llm
 
+    async def handed_out(self) -> str:
+        """The task as JSON, for an agent that fetches it. Raises ``EnvironmentFailed``."""
+        return cast(str, (await self._ask("handed_out", self._limits.reset_timeout_s, "task")).result)
+
     async def ended(self) -> None:
         """Waits for the agent, however long. Raises ``EnvironmentFailed``."""
         self._is_suspect, self._is_watched = self._is_suspect or self._is_watched, False
         await self._ask("ended", AGENT_BUDGET_S, "agent")
 
     async def score(self) -> tuple[float, dict[str, float]]:
-        return wire.score_from_json((await self._ask("score", self._limits.score_timeout_s, "score")).result)
+        return self._scored(await self._ask("score", self._limits.score_timeout_s, "score", self._judging))
 
     async def act(self, turn: ParsedTurn) -> Observation:
         raise RuntimeError("an agent acts by itself")
@@ -411,14 +433,25 @@ class HostedAgentSession(HostedSession):
             base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode
         )
 
-    async def _ask(self, operation: str, budget_s: float, phase: Phase) -> Reply:
+    async def _ask(
+        self, operation: str, budget_s: float, phase: Phase, arguments: wire.Arguments | None = None
+    ) -> Reply:
         if self._seat is None:
             raise SessionLost("host", "the agent's process is gone")
         try:
-            return await self._call(operation, budget_s, {})
+            return await self._call(operation, budget_s, arguments or {})
         except Died as died:
             self._leave()
             if self._is_guilty(died.death):
                 raise EnvironmentFailed(phase, str(died.death)) from died
             me = self._died_as in died.death.suspects
             raise SessionLost("host", str(died.death), is_suspect=me) from died
+
+
+def _check(phase: Phase, numbers: Mapping[str, float], reward: float | None = None) -> None:
+    """Once more, outside: in there a policy may have been at work. Raises ``EnvironmentFailed``."""
+    try:
+        check_all(numbers)
+        check_size("the reward", reward or 0.0)
+    except BeyondBounds as error:
+        raise EnvironmentFailed(phase, f"it reports too much: {error}") from None

@@ -7,12 +7,13 @@ URL, the host connects to public addresses and the operator's networks only; an 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from services.hosts.named_urls import urls_in
 from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry, Registration, parse_reference
 from services.hosts.server import HostOrder
@@ -34,15 +35,17 @@ class Sites:
     def placed(self, order: HostOrder) -> HostOrder:
         """The order with its reference resolved; an import string stays. Raises ``InvalidEnvironment``."""
         placed = self._resolved(order)
-        if order.agent is None:
+        if placed.agent is None:
             return placed
-        networks = self.networks if order.agent.get("url") is not None else placed.networks
+        networks = self.networks if placed.agent.get("url") is not None else placed.networks
         return placed if networks is None else replace(placed, networks=(*networks, *self.for_agents))
 
     def _resolved(self, order: HostOrder) -> HostOrder:
         if ":" in order.ref:
             return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
         one, root = self._look_up(order.ref)
+        if (agent := one.agent if order.agent is None else order.agent) is not None:
+            order = replace(order, agent=_in_upload(agent, root))
         if self.elsewhere and root is not None:
             raise InvalidEnvironment(
                 f"{order.ref} was uploaded; remote services (GSPO_ENV_HOSTS) lack its files and run references only"
@@ -52,7 +55,7 @@ class Sites:
             return replace(order, ref=one.ref, config=one.config, paths=(), networks=networks)
         is_file = one.ref.rpartition(":")[0].endswith(".py")
         ref = f"{root}/{one.ref}" if is_file else one.ref
-        return replace(order, ref=ref, config=one.config, paths=(str(root),), networks=None)
+        return replace(order, ref=ref, config=one.config, paths=(str(root),), networks=None, is_upload=True)
 
     def _look_up(self, reference: str) -> tuple[Registration, Path | None]:
         """The version, and the directory of its upload if it has one."""
@@ -77,3 +80,10 @@ class Sites:
             return await boot(await asyncio.to_thread(self.placed, order))
 
         return boot_placed
+
+
+def _in_upload(agent: Mapping[str, JSON], root: Path | None) -> Mapping[str, JSON]:
+    """A file that judges its episodes is beside it."""
+    reward = agent.get("reward")
+    is_file = isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
+    return {**agent, "reward": f"{root}/{reward}"} if root is not None and is_file else agent

@@ -57,6 +57,12 @@ class Frames:
             yield body
 
 
+MEMORY_MB = 1024
+"""Of each process of a host, where nobody says otherwise."""
+# The hard bound lies above the watched one: a process that allocates in small pieces is ended whole, with a reason.
+HARD_MEMORY_FACTOR = 1.5
+
+
 @dataclass(frozen=True, slots=True)
 class HostLimits:
     """Bounds of a host and of each of its processes. An author sets them as ``hosting``, a job overrides them."""
@@ -64,7 +70,7 @@ class HostLimits:
     sessions_per_process: int | None = None
     """None: as many as the class allows (see `services.hosts.inside.traits`)."""
     max_processes: int = 64
-    memory_mb: int = 1024
+    memory_mb: int = MEMORY_MB
     file_mb: int = 64
 
     def __post_init__(self) -> None:
@@ -107,6 +113,8 @@ class Arguments(TypedDict, total=False):
     """A snapshot, in base64."""
     llm: LlmFrame
     """For the start of an agent."""
+    evidence_bytes: int
+    """For a score: how much of what it was made from is kept."""
 
 
 class Request(Arguments):
@@ -140,6 +148,8 @@ class Reply(TypedDict, total=False):
     """A member is still running although its time is over."""
     metrics: dict[str, float]
     snapshot: str
+    evidence: tuple[dict[str, str], dict[str, str]]
+    """What a score was made from, and what was left out of it."""
 
 
 class Boot(TypedDict):
@@ -147,17 +157,26 @@ class Boot(TypedDict):
 
     ref: str
     config: Mapping[str, JSON]
-    hosting: Mapping[str, int]
+    hosting: Mapping[str, int | str]
     networks: Sequence[str] | None
     agent: Mapping[str, JSON] | None
     """How the agent of it is started; None for an environment that is none."""
 
 
-class Order(Boot):
-    """The first frame to a host."""
+class Place(TypedDict):
+    """Where a host finds itself."""
 
     scratch: str
     """The folder for its temporary files, which it makes."""
+    is_walled: bool
+    """Its processes wall themselves off from each other."""
+    may_listen: bool
+    door: int | None
+    """The descriptor through which it reaches its sandboxes; None where they are its own."""
+
+
+class Order(Boot, Place):
+    """The first frame to a host."""
 
 
 class ForkRequest(TypedDict, total=False):
@@ -262,6 +281,8 @@ class HostDescription:
     sessions_per_process: int
     max_processes: int
     is_agent: bool = False
+    memory_mb: int = MEMORY_MB
+    """Of each process."""
 
     def __post_init__(self) -> None:
         if len(self.num_tasks) != len(Split):

@@ -5,6 +5,7 @@ Rule: a check imports what it examines only when it runs, so a missing package i
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -12,6 +13,8 @@ import shutil
 from pathlib import Path
 
 from gspo_core.cli.finding import Finding, Verdict
+from services.launch import machine_checks
+from services.launch.retired import retired_names
 
 # A demo writes a few hundred megabytes; with less space than this a run would soon stop.
 MIN_FREE_BYTES = 2 * 1024**3
@@ -41,17 +44,7 @@ def _training() -> Finding:
     return _packages("training", ("torch", "transformers", "safetensors"), "train")
 
 
-def _device() -> Finding:
-    if importlib.util.find_spec("torch") is None:
-        return Finding(Verdict.NOTE, "device", "unknown without torch")
-    import torch
-
-    if torch.cuda.is_available():
-        return Finding(Verdict.OK, "device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-    return Finding(Verdict.NOTE, "device", "no GPU: small models only, on the CPU")
-
-
-def _redis() -> Finding:
+def redis() -> Finding:
     try:
         from services.state.server import RedisServer, RedisUnsuitable, find_binary
     except ModuleNotFoundError as error:
@@ -62,14 +55,16 @@ def _redis() -> Finding:
             binary = find_binary()
             return Finding(Verdict.OK, "redis", f"{binary.path} {'.'.join(map(str, binary.version))}")
         weaknesses = RedisServer.given(given).weaknesses
-    except RedisUnsuitable as error:
+    except (RedisUnsuitable, ValueError) as error:
         return Finding(Verdict.PROBLEM, "redis", str(error))
     return Finding(Verdict.NOTE if weaknesses else Verdict.OK, "redis", "; ".join((given, *weaknesses)))
 
 
-def _disk() -> Finding:
+def disk() -> Finding:
     data_dir = Path(os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
     existing = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
+    if not existing.is_dir():
+        return Finding(Verdict.PROBLEM, "data", f"{existing} is a file: choose another GSPO_DATA_DIR")
     if not os.access(existing, os.W_OK):
         return Finding(Verdict.PROBLEM, "data", f"{existing} is not writable: choose another GSPO_DATA_DIR")
     free = shutil.disk_usage(existing).free
@@ -77,4 +72,47 @@ def _disk() -> Finding:
     return Finding(Verdict.OK if free >= MIN_FREE_BYTES else Verdict.PROBLEM, "data", text)
 
 
-CHECKS = (_cores, _services, _training, _device, _redis, _disk)
+def variables() -> Finding:
+    """Whether what is set is read, and can be."""
+    try:
+        from services.process.settings import SettingsError, load_settings, unread_names
+    except ModuleNotFoundError as error:
+        return Finding(Verdict.NOTE, "settings", f"not checked: {error.name} is not installed")
+    try:
+        set_here = load_settings().model_fields_set
+    except SettingsError as error:
+        return Finding(Verdict.PROBLEM, "settings", str(error))
+    told = [f"{name} is read by nothing here" for name in unread_names(os.environ)]
+    told += [f"{name} is no longer read: {instead}" for name, instead in retired_names(os.environ).items()]
+    if told:
+        return Finding(Verdict.NOTE, "settings", "; ".join(told))
+    return Finding(Verdict.OK, "settings", ", ".join(sorted(f"GSPO_{name.upper()}" for name in set_here)) or "none set")
+
+
+def _engines() -> Finding:
+    try:
+        from services.process.settings import SettingsError, load_settings
+    except ModuleNotFoundError as error:
+        return Finding(Verdict.NOTE, "engines", f"not checked: {error.name} is not installed")
+    try:
+        settings = load_settings()
+    except SettingsError:
+        return Finding(Verdict.NOTE, "engines", "not checked: the settings cannot be read")
+    if not settings.engine_urls:
+        return Finding(Verdict.NOTE, "engines", "GSPO_ENGINE_URLS names none; gspo up starts one of its own")
+    from services.engines.acquaintance import Acquaintance, acquaint
+
+    found = asyncio.run(acquaint(settings.engine_urls, settings.engine_keys))
+    texts = "; ".join(one.text for one in found)
+    if any(one.acquaintance is Acquaintance.REFUSED for one in found):
+        return Finding(Verdict.PROBLEM, "engines", texts)
+    is_fine = all(one.acquaintance is Acquaintance.FINE for one in found)
+    return Finding(Verdict.OK if is_fine else Verdict.NOTE, "engines", texts)
+
+
+CHECKS = (
+    *(_cores, machine_checks.gpus, machine_checks.kernel, machine_checks.account),
+    *(machine_checks.wall, machine_checks.ports),
+    *(variables, _services, _training),
+    *(machine_checks.sglang, machine_checks.vllm, redis, disk, _engines),
+)

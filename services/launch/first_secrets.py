@@ -1,10 +1,10 @@
-"""Makes an installation's secrets once: Redis passwords, the first API key, the token for environments.
+"""Makes an installation's secrets once: Redis passwords, the first API key, engine keys, the token for environments.
 
 Rule: existing secrets stay; each kind of process gets its own directory with only the secrets it needs. Redis and the
 environments service get digests. Files are named like settings, for ``GSPO_SECRETS_DIR``.
 
 ``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
-ROOT/{api,trainer,rollout,gateway,environments}/gspo_*.
+ROOT/{api,engine,trainer,rollout,gateway,environments}/gspo_*.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from pydantic import SecretStr
+
+from services.engines.keys import EngineKeys, KeyPair
 from services.files.data_dir import SecretsDir
 from services.state.roles import USERS, acl_file
 
 KEY_BYTES = 32
+ENGINE_CONFIG = "sglang.yaml"
 # For health checks: unauthenticated clients may ping and do nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
 ROLES = ("api", "trainer", "rollout", "gateway")
@@ -40,9 +44,26 @@ def make_secrets(root: Path, redis: str) -> None:
     assert passwords.keys() == USERS.keys()
     _write(place.secret("redis", "users.acl"), acl_file(passwords) + PROBE)
     _keep(place.secret("api", "gspo_api_keys"), f"gspo-{secrets.token_urlsafe(KEY_BYTES)}")
+    _make_engine_keys(place)
     token = _keep(place.secret("rollout", "gspo_env_token"), secrets.token_urlsafe(KEY_BYTES))
     _write(place.secret("gateway", "gspo_env_token"), token)
     _write(place.secret("environments", "gspo_env_token_sha256"), hashlib.sha256(token.encode()).hexdigest())
+
+
+def _make_engine_keys(place: SecretsDir) -> None:
+    """Workers and gateways only use engines: the key for control is the trainer's."""
+    use = _keep(place.secret("rollout", "gspo_engine_keys"), f"*={secrets.token_urlsafe(KEY_BYTES)}")
+    _write(place.secret("gateway", "gspo_engine_keys"), use)
+    both = _keep(place.secret("trainer", "gspo_engine_keys"), f"{use},admin@*={secrets.token_urlsafe(KEY_BYTES)}")
+    _write(place.secret("engine", "gspo_engine_keys"), both)
+    keys = EngineKeys.read(map(SecretStr, both.split(","))).for_engine("http://engine")
+    write_engine_config(place.secret("engine", ENGINE_CONFIG), keys)
+
+
+def write_engine_config(path: Path, keys: KeyPair) -> None:
+    """For SGLang's option --config: arguments can be read by every process of a machine."""
+    entries = {"api-key": keys.use, "admin-api-key": keys.control}
+    _write(path, "".join(f"{name}: {key}\n" for name, key in entries.items() if key is not None))
 
 
 def _keep(path: Path, fresh: str) -> str:

@@ -1,4 +1,4 @@
-"""The whole system as child processes of this one; ``topology`` lists them.
+"""The whole system as child processes of this one; ``topology`` lists their kinds and ``placement`` how many and where.
 
 Rule: however this process ends, no child outlives it. It sends each child SIGTERM in reverse start order, then kills
 it. It restarts nothing by itself (``supervisor`` does), and reports a dead child with the end of its log.
@@ -6,12 +6,15 @@ it. It restarts nothing by itself (``supervisor`` does), and reports a dead chil
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,19 +24,28 @@ from types import FrameType, TracebackType
 from typing import IO, Self
 
 import httpx
+from pydantic import SecretStr
 
+from services.engines.acquaintance import acquaint
+from services.engines.keys import EngineKeys, NoKeyForEngine
 from services.engines.kinds import engine_is_ready
 from services.files.data_dir import DataDir
-from services.launch import topology
+from services.launch import engine_command, topology
+from services.launch.engine_command import EngineCommand
+from services.launch.first_secrets import ENGINE_CONFIG, write_engine_config
+from services.launch.gpus import VISIBLE
+from services.launch.placement import Gpu, Member, Wanted, place
 from services.launch.topology import Process, Site
 from services.process.children import die_with_parent
 from services.process.ports import free_port, kept_port
-from services.process.settings import SettingsError
+from services.process.settings import SettingsError, load_settings
 from services.state.server import RedisServer, RedisUnsuitable
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
+# For killed processes to be gone.
+GROUP_S = 5.0
 REDIS = topology.REDIS.name
 LOOPBACK = "127.0.0.1"
 
@@ -51,11 +63,36 @@ class StackConfig:
     """The port of the API; 0 takes a free one."""
     rollout_workers: int = 1
     engine_urls: tuple[str, ...] = ()
-    """Engines that already run, such as SGLang servers; if empty, the stack starts an embedded one."""
+    """Engines that already run, such as SGLang servers; if empty, the stack starts its own."""
+    engine_keys: tuple[SecretStr, ...] = ()
+    """For engines that are started here by a command; the embedded one reads the setting itself."""
+    trainers: int = 1
+    engines: int | None = None
+    devices: tuple[str, ...] = ()
+    """GPUs of this machine as ``CUDA_VISIBLE_DEVICES`` names them; ``placement`` divides them."""
+    gpus: Mapping[str, tuple[Gpu, ...]] = field(default_factory=dict)
+    engine: EngineCommand | None = None
+    """How an engine is started; unset starts the embedded one."""
     threads: int | None = None
-    """For each process that computes with torch (engine and trainer); unset divides the cores between the two."""
+    """For each process that computes with torch (engines and trainers); unset divides the cores among them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Extra GSPO_* settings for every process."""
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(
+            gpus_per_node=len(self.devices),
+            trainers=self.trainers,
+            engines=self.engines,
+            rollout_workers=self.rollout_workers,
+            gpus=self.gpus,
+            has_engines=bool(self.engine_urls),
+            may_share=True,
+        )
+
+    def members(self) -> tuple[Member, ...]:
+        """Raises PlacementError."""
+        return place(self.wanted, Site.LAPTOP)
 
 
 class Child:
@@ -67,19 +104,29 @@ class Child:
         self.environment = environment
         self.log_path = log_path
         self._log: IO[bytes] = log_path.open("ab")
-        self.process = subprocess.Popen(
-            argv,
-            env=dict(environment),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                env=dict(environment),
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        except OSError as error:
+            self._log.close()
+            raise StackError(f"{name} cannot be started: {error}") from error
 
     def last_words(self, num_lines: int = 15) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._end_group()
+        self._log.close()
 
     def stop(self, deadline: float) -> None:
         if self.process.poll() is None:
@@ -89,7 +136,16 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self._end_group()
         self._log.close()
+
+    def _end_group(self) -> None:
+        """Workers of an engine may outlive it for a moment; they are of its group."""
+        deadline = time.monotonic() + GROUP_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                time.sleep(POLL_S / 10)
 
 
 class Stack:
@@ -101,7 +157,7 @@ class Stack:
         self._children: list[Child] = []
         self._redis: RedisServer | None = None
         self._api_port = 0
-        self._engine_port = 0
+        self._engine_ports: list[int] = []
         self._gateway_port = 0
         self.api_url = ""
         self.engine_url = ""
@@ -124,23 +180,73 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{self._api_port}"
-        if not config.engine_urls:
-            self._engine_port = kept_port(DataDir(config.data_dir).engine_port, but=self._api_port)
-        self.engine_url = ",".join(config.engine_urls) or f"http://{LOOPBACK}:{self._engine_port}"
-        self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but=self._api_port)
+        self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but={self._api_port})
         self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"
-        for process in self.processes():
-            if process is topology.REDIS:
+        members = config.members()
+        self.engine_url = ",".join(config.engine_urls or self._own_engines(members))
+        for member in members:
+            if member.process is topology.REDIS:
                 self._start_redis()
-            elif process is topology.ROLLOUT:
-                for number in range(config.rollout_workers):
-                    self._spawn(process.name, [], self._environment(process), name=f"{process.name}-{number}")
             else:
-                self._spawn(process.name, [], self._environment(process))
+                self._start_member(member)
         self._wait_until_answering(f"{self.api_url}{topology.API_HEALTH.live}", topology.API.name)
         self._wait_until_answering(f"{self.gateway_url}{topology.GATEWAY_HEALTH.live}", topology.GATEWAY.name)
         for url in self.engine_url.split(","):
             self._wait_until_ready(url)
+
+    def _own_engines(self, members: Sequence[Member]) -> list[str]:
+        """Take a port for each engine that is started here; their addresses."""
+        taken = {self._api_port, self._gateway_port}
+        for member in members:
+            if member.process is topology.ENGINE:
+                port = kept_port(DataDir(self.config.data_dir).engine_port_of(member.index), but=taken)
+                taken.add(port)
+                self._engine_ports.append(port)
+        scheme = "http" if self.config.engine is None else self.config.engine.scheme
+        return [f"{scheme}://{LOOPBACK}:{port}" for port in self._engine_ports]
+
+    def _start_member(self, member: Member) -> None:
+        environment = self._environment(member.process) | self._visible(member)
+        if member.process is topology.ENGINE:
+            self._start_engine(member, environment)
+        elif member.ranks > 1:
+            self._start_ranks(member, environment)
+        else:
+            self._spawn(member.process.name, [], environment, name=member.name)
+
+    def _visible(self, member: Member) -> dict[str, str]:
+        """The devices that a process may see; without a plan for GPUs what is visible stays so."""
+        named = [self.config.devices[device] for device in member.devices]
+        return {VISIBLE: ",".join(named)} if named else {}
+
+    def _start_engine(self, member: Member, environment: Mapping[str, str]) -> None:
+        port = self._engine_ports[member.index]
+        if self.config.engine is None:
+            device = ["--device", "cuda"] if member.devices else []
+            self._spawn(member.process.name, device, environment, name=member.name, port=port)
+            return
+        values = {"model": str(self.config.model_dir), "host": LOOPBACK, "port": str(port)}
+        values["gpus"] = str(max(1, len(member.devices)))
+        values["config"] = str(self._engine_config(member, port))
+        argv = self.config.engine.filled(values)
+        environment = {**environment, **self.config.engine.environment}
+        self._children.append(Child(member.name, argv, environment, self.log_dir / f"{member.name}.log"))
+
+    def _engine_config(self, member: Member, port: int) -> Path:
+        """The file of its keys, if there are any: arguments can be read by every process of the machine."""
+        path = DataDir(self.config.data_dir).secrets.secret(member.name, ENGINE_CONFIG)
+        if self.config.engine_keys:
+            try:
+                keys = EngineKeys.read(self.config.engine_keys).of_engine([LOOPBACK, "localhost"], port)
+            except NoKeyForEngine as error:
+                raise StackError(str(error)) from error
+            write_engine_config(path, keys)
+        return path
+
+    def _start_ranks(self, member: Member, environment: Mapping[str, str]) -> None:
+        """When a rank is lost, torchrun starts all of them again."""
+        argv = topology.ranks_command(sys.executable, Site.LAPTOP, member.ranks, address=LOOPBACK, port=free_port())
+        self._children.append(Child(member.name, argv, environment, self.log_dir / f"{member.name}.log"))
 
     def processes(self) -> tuple[Process, ...]:
         """The kinds of process that this stack starts, in order."""
@@ -171,16 +277,24 @@ class Stack:
         }
 
     def _threads(self) -> str:
-        return str(self.config.threads or default_threads())
+        if self.config.threads is not None:
+            return str(self.config.threads)
+        num_engines = len(self._engine_ports) or 1  # one elsewhere may be of this machine, too
+        return str(default_threads(num_engines + self.config.trainers))
 
     def _spawn(
-        self, service: str, arguments: Sequence[str], environment: Mapping[str, str], name: str | None = None
+        self,
+        service: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        name: str | None = None,
+        port: int = 0,
     ) -> None:
         """Start the topology's process ``service`` with extra arguments."""
         places = {
             "model": str(self.config.model_dir),
             "host": LOOPBACK,
-            "port": str(self._engine_port),
+            "port": str(port),
             "threads": self._threads(),
         }
         python, *command = topology.find(service).command(sys.executable, Site.LAPTOP, places, *arguments)
@@ -202,13 +316,17 @@ class Stack:
 
     def _wait_until_ready(self, address: str) -> None:
         """Wait for an engine of any kind."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        start_s = START_TIMEOUT_S if self.config.engine is None else engine_command.START_S
+        deadline = time.monotonic() + start_s
         while time.monotonic() < deadline:
             self.check()
             if engine_is_ready(address):
                 return
             time.sleep(POLL_S)
-        raise StackError(f"the engine {address} was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
+        if not self.config.engine_urls:
+            raise StackError(f"the engine {address} was not ready within {start_s:.0f} s; see {self.log_dir}")
+        (known,) = asyncio.run(acquaint([address], load_settings().engine_keys))
+        raise StackError(f"the engine {address} was not ready within {start_s:.0f} s: {known.text}")
 
     def check(self) -> None:
         """Raise StackError with the end of the log if a process has died."""
@@ -247,19 +365,30 @@ class Stack:
         return pids if own is None else {REDIS: own} | pids
 
     def close(self) -> None:
-        """Stop processes one by one in reverse start order, so each can still reach what it needs for a clean exit."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for child in reversed(self._children):
-            child.stop(deadline)
-        self._children.clear()
-        if self._redis is not None:
-            self._redis.close()
-            self._redis = None
+        """Stop processes one by one in reverse start order, so each can still reach what it needs for a clean exit.
+
+        Interrupted meanwhile (Ctrl-C again), it kills what is left, Redis last.
+        """
+        try:
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for child in reversed(self._children):
+                child.stop(deadline)
+        except KeyboardInterrupt:
+            with without_interrupts():
+                for child in reversed(self._children):
+                    child.kill()
+            raise
+        finally:
+            self._children.clear()
+            if self._redis is not None:
+                with without_interrupts():
+                    self._redis.close()
+                self._redis = None
 
 
-def default_threads() -> int:
-    """Half the cores each for engine and trainer."""
-    return max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
+def default_threads(processes: int = 2) -> int:
+    """An equal part of the cores for each process that computes, such as one engine and one trainer."""
+    return max(1, len(os.sched_getaffinity(0)) // processes) if hasattr(os, "sched_getaffinity") else 1
 
 
 def check_place(config: StackConfig) -> None:
@@ -277,6 +406,8 @@ def check_place(config: StackConfig) -> None:
 
 def claim_port(host: str, port: int) -> int:
     """Return ``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
+    if not 0 <= port < 2**16:
+        raise StackError(f"--port {port}: a port is a number from 0 (a free one) to 65535")
     try:
         if port == 0:
             return free_port(host)
@@ -289,6 +420,18 @@ def claim_port(host: str, port: int) -> int:
             f"Stop it, or choose another port with --port (0 picks a free one)."
         ) from error
     return port
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """For a short while that must not end half-way. Other threads are not interrupted anyway."""
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, previous, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -84,11 +84,24 @@ class Leaving:
         return self.drain_s.get(site, self.default_drain_s) + self.cleanup_s
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a batch system or a cluster reserves for a process, or for each rank or GPU of one."""
+
+    cpus: int = 1
+    memory_mb: int = 2048
+
+
 API_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
 GATEWAY_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
 ENGINE_HEALTH = HttpHealth(live="/health", ready="/ready")
 EVERYWHERE = frozenset(Site)
 LOGGING = frozenset({"secrets_dir", "log_level", "log_format"})
+# Of whatever starts environments.
+WALLS = frozenset(
+    {"env_tier", "env_network", "env_readable", "env_writable", "sandbox_images", "sandbox_url", "sandbox_key"}
+    | {"sandboxes_ready", "outbound_networks"}
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,8 @@ class Process:
     """``services.launch.first_secrets`` makes a directory with its name, for GSPO_SECRETS_DIR."""
     port: int | None = None
     copies: Copies = Copies.ANY
+    share: Share = Share()
+    """The memory is what compose allows; more is given where a launcher is told so."""
     sites: frozenset[Site] = EVERYWHERE
 
     def command(self, python: str, site: Site, values: Mapping[str, str] | None = None, *more: str) -> list[str]:
@@ -161,13 +176,16 @@ ENGINE = Process(
     module="services.engine",
     arguments=("--model", "{model}", "--host", "{host}", "--port", "{port}", "--threads", "{threads}"),
     leaving=Leaving(30),
-    reads=LOGGING,
+    reads=LOGGING | {"engine_keys"},
     health=ENGINE_HEALTH,
+    after=("secrets",),
     data=DataAccess.READ,
     reads_models=True,
     on_device=True,
+    has_secrets=True,
     port=30000,
     copies=Copies.PER_NODE,
+    share=Share(memory_mb=4096),
 )
 
 API = Process(
@@ -183,6 +201,7 @@ API = Process(
     data=DataAccess.WRITE,
     has_secrets=True,
     port=8000,
+    share=Share(memory_mb=1024),
 )
 
 ENVIRONMENTS = Process(
@@ -190,7 +209,7 @@ ENVIRONMENTS = Process(
     module="services.hosts.service",
     arguments=("--host", "{host}", "--port", "{port}"),
     leaving=Leaving(30),
-    reads=LOGGING | {"data_dir", "env_install", "env_token_sha256", "health_file"},
+    reads=LOGGING | WALLS | {"data_dir", "env_install", "env_token_sha256", "health_file"},
     requires=frozenset({"env_token_sha256", "health_file"}),
     health=FileHealth(),
     after=("secrets",),
@@ -204,9 +223,19 @@ TRAINER = Process(
     module="services.trainer",
     leaving=Leaving(30, option="--grace-s", drain_s={Site.BATCH: 90, Site.CONTAINERS: 620}),
     reads=LOGGING
-    | {"redis_url", "data_dir", "engine_urls", "lease_s", "max_attempts", "redis_bytes_per_job", "health_file"}
+    | {
+        "redis_url",
+        "data_dir",
+        "engine_urls",
+        "engine_keys",
+        "lease_s",
+        "max_attempts",
+        "yield_after_s",
+        "redis_bytes_per_job",
+        "health_file",
+    }
     | {"wandb_project", "wandb_mode"},
-    requires=frozenset({"redis_url", "data_dir", "engine_urls", "health_file"}),
+    requires=frozenset({"redis_url", "data_dir", "engine_urls", "engine_keys", "health_file"}),
     health=FileHealth(),
     after=("redis",),
     calls=("redis", "engine"),
@@ -214,15 +243,17 @@ TRAINER = Process(
     reads_models=True,
     on_device=True,
     has_secrets=True,
+    share=Share(memory_mb=8192),
 )
 
 ROLLOUT = Process(
     name="rollout",
     module="services.rollout",
-    leaving=Leaving(8, cleanup_s=4 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
+    leaving=Leaving(8, cleanup_s=12 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
     reads=LOGGING
-    | {"redis_url", "data_dir", "engine_urls", "lease_s", "health_file", "outbound_networks"}
-    | {"env_install", "env_hosts", "env_token", "trace_endpoint", "trace_share"},
+    | {"redis_url", "data_dir", "engine_urls", "engine_keys", "lease_s", "health_file", "outbound_networks"}
+    | {"env_install", "env_hosts", "env_token", "trace_endpoint", "trace_share"}
+    | WALLS,
     requires=frozenset({"redis_url", "data_dir", "engine_urls", "env_hosts", "env_token", "health_file"}),
     health=FileHealth(),
     after=("redis", "environments"),
@@ -236,10 +267,31 @@ ROLLOUT = Process(
 GATEWAY = Process(
     name="gateway",
     module="services.gateway",
-    leaving=Leaving(8, cleanup_s=4 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
+    leaving=Leaving(8, cleanup_s=14 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
     reads=LOGGING
-    | {"redis_url", "data_dir", "engine_urls", "lease_s", "outbound_networks", "gateway_bind", "gateway_url"}
-    | {"env_install", "env_hosts", "env_token", "trace_endpoint", "trace_share"},
+    | {
+        "redis_url",
+        "data_dir",
+        "engine_urls",
+        "engine_keys",
+        "lease_s",
+        "outbound_networks",
+        "gateway_bind",
+        "gateway_url",
+    }
+    | {
+        "gateway_own_url",
+        "traffic_keep_bytes",
+        "traffic_keep_days",
+        "traffic_redactor",
+        "judge_keys",
+        "env_install",
+        "env_hosts",
+        "env_token",
+        "trace_endpoint",
+        "trace_share",
+    }
+    | WALLS,
     requires=frozenset(
         {"redis_url", "data_dir", "engine_urls", "env_hosts", "env_token", "gateway_bind", "gateway_url"}
     ),
@@ -250,8 +302,8 @@ GATEWAY = Process(
     reads_models=True,
     has_secrets=True,
     port=8020,
-    # Agents have one address, and an episode is held in one process.
-    copies=Copies.ONE,
+    # Agents have one address: whichever answers there passes on what another one holds.
+    copies=Copies.ANY,
 )
 
 PROCESSES = (SECRETS, REDIS, ENGINE, API, ENVIRONMENTS, TRAINER, ROLLOUT, GATEWAY)
@@ -269,6 +321,42 @@ SGLANG = Process(
     copies=Copies.PER_NODE,
 )
 """Replaces ``ENGINE``; runs with the Python of its own virtual environment or image."""
+
+
+VLLM = Process(
+    name="vllm",
+    arguments=(
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "--host", "{host}", "--port", "{port}"),
+        *("--enable-scale-out", "--enable-prompt-tokens-details", "--logprobs-mode", "processed_logprobs"),
+        *("--worker-extension-cls", "gspo_vllm.WeightsFromFolder", "--disable-uvicorn-access-log"),
+    ),
+    leaving=Leaving(60),
+    # It has no path that says whether it is paused; its kind in services.engines asks for that.
+    health=HttpHealth(live="/health", ready="/health"),
+    data=DataAccess.READ,
+    reads_models=True,
+    on_device=True,
+    port=ENGINE.port,
+    copies=Copies.PER_NODE,
+    sites=frozenset({Site.LAPTOP}),
+)
+"""Replaces ``ENGINE`` on one machine: whoever reaches its port may control it, with or without a key."""
+
+
+def ranks_command(
+    python: str, site: Site, ranks: int, *, address: str, port: int, nodes: int = 1, number: int = 0
+) -> list[str]:
+    """The ranks of a trainer on the node with this ``number`` of ``nodes``; they meet at ``address`` of the first.
+
+    No rendezvous of torchrun's own: those exchange pickles.
+    """
+    assert TRAINER.module is not None
+    place = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
+    meeting = ["--master-addr", address, "--master-port", str(port)]
+    leaving = ["--max-restarts", "100", "--shutdown-timeout", str(TRAINER.leaving.most_s(site))]
+    module = ["--module", TRAINER.module, *TRAINER.leaving.arguments(site)]
+    return [python, "-m", "torch.distributed.run", *place, *meeting, *leaving, *module]
+
 
 ALIKE = frozenset({"lease_s", "outbound_networks"})
 """Settings that need the same value in all processes that read them."""

@@ -20,12 +20,22 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]], *, again_after_s: flo
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
-        try:
-            await asyncio.wait(pending, timeout=again_after_s)
-        except asyncio.CancelledError:
-            was_cancelled = True
+        was_cancelled |= await _given_time(pending, again_after_s)
     for task in tasks:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
     if was_cancelled:
         raise asyncio.CancelledError
+
+
+async def _given_time(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
+    """Until all are over or the time has passed; whether the caller was cancelled meanwhile, which cuts nothing short:
+    a task that is cancelled in the middle of its cleaning up leaves it undone."""
+    clock = asyncio.get_running_loop().time
+    end, was_cancelled = clock() + seconds, False
+    while (left := end - clock()) > 0 and not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks, timeout=left)
+        except asyncio.CancelledError:
+            was_cancelled = True
+    return was_cancelled

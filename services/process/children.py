@@ -35,6 +35,13 @@ def die_with_parent() -> Callable[[], None] | None:
     return ask_for_the_signal
 
 
+def die_with_launcher() -> None:
+    """The same for a process whose parent is not ours to change: torchrun does not ask it of the ranks that it starts.
+    Call this first of all: what its parent leaves behind before that stays."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 async def bury_orphans(every_s: float = BURY_S) -> None:
     """Until cancelled, reap dead children that no code of ours waits for: inherited orphans. They would stay for ever
     as zombies and use up the container's process ids."""

@@ -1,11 +1,14 @@
-"""Coroutines that end together, however the first one ends; and a sleep that an event ends."""
+"""Coroutines that end together, however the first one ends; and what an event ends: a sleep, or any work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from services.process.cancelling import cancel_all
+
+T = TypeVar("T")
 
 # Time to clean up after a cancellation, before the next one.
 CLEANING_UP_S = 2.0
@@ -30,3 +33,13 @@ async def sleep_unless(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` returns; None where ``event`` is set before: then it is cancelled."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await cancel_all([working, waiting], again_after_s=CLEANING_UP_S)

@@ -23,8 +23,17 @@ class Main(Protocol):
     async def __call__(self, stop: asyncio.Event) -> None: ...
 
 
-def run_until_signalled(main: Main, *, grace_s: float = 30.0) -> int:
-    """Runs ``main(stop)``; returns 0 after an orderly end, 1 after a cancellation. Its errors propagate."""
+def run_until_signalled(main: Main, *, grace_s: float = 30.0, computes: bool = False) -> int:
+    """Runs ``main(stop)``; returns 0 after an orderly end, 1 after a cancellation. Its errors propagate.
+
+    ``computes``: it shares memory with processes beside it, which need to look into each other.
+    """
+    # Late: nothing else of the API needs it at its start.
+    from services.process.own_secrets import hide_secrets, refuse_inspection
+
+    hide_secrets()
+    if not computes:
+        refuse_inspection()
     return asyncio.run(_supervise(main, grace_s))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -19,7 +20,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gspo_core.outbound import parse_networks
 
 PREFIX = "GSPO_"
-_ENGINE_URL = re.compile(r"([a-z][a-z0-9-]*\+)?https?://")
+_JUDGE_KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}@[^\s/=@]+=[\x21-\x7e]+")
+_ENGINE_KEY = re.compile(r"(admin@)?(\*|(\[[0-9a-fA-F:.]+\]|[^\s/=@:,*]+)(:[0-9]{1,5})?)=[\x21-\x7e]+")
+_ENGINE_URL = re.compile(r"([a-z][a-z0-9-]*\+)?https?://[^\s,]+")
+# Of clients, of what agents and tests are told, and of nobody else.
+_READ_ELSEWHERE = re.compile(r"GSPO_(URL|API_KEY|TASK|TEST_\w+)")
 
 
 class SettingsError(ValueError):
@@ -61,6 +66,11 @@ class Settings(BaseSettings):
     """Base URLs of the inference engines, separated by commas, such as ``http://127.0.0.1:30000``; ``KIND+http://``
     names another kind of engine than the default one."""
 
+    engine_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Keys of engines, ``PLACE=KEY`` each, separated by commas; PLACE is ``HOST:PORT``, ``HOST`` or ``*``, and
+    ``admin@PLACE=KEY`` is for control calls (weights, pauses, aborts) where an engine has a key apart for them. Whoever
+    speaks to an engine shows them; the embedded engine asks for its own."""
+
     env_install: bool = False
     """Whether rollout workers install the requirements in an environment's file (``# /// script``), below
     ``GSPO_DATA_DIR/venvs``. Installing runs code from a package index."""
@@ -79,6 +89,40 @@ class Settings(BaseSettings):
     env_token_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
     """The SHA-256 of ``GSPO_ENV_TOKEN``, for the service that runs environments: it holds no secret itself."""
 
+    env_tier: Literal["process", "wall", "container", "remote"] | None = None
+    """The least that stands between environments and the machine: ``process`` (a process of the service's account, also
+    for uploaded code), ``wall`` (a file system, processes and network of their own), ``container`` (a wall, and a
+    container for what a policy runs in an episode) or ``remote`` (a wall, and a sandbox elsewhere). Unset: ``wall``
+    where the kernel allows it; elsewhere ``process``, which is logged as an error, and uploaded code is refused."""
+
+    sandbox_images: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Images that containers of the tier ``container`` are made of, separated by commas; the first is meant where none
+    is asked for. They must be on the machine: none is fetched."""
+
+    sandbox_url: str | None = None
+    """The server of sandboxes of the tier ``remote``. It must be public, or in ``GSPO_OUTBOUND_NETWORKS``."""
+
+    sandbox_key: SecretStr | None = None
+    """The key that is shown to ``GSPO_SANDBOX_URL``."""
+
+    sandbox_key_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
+    """The SHA-256 of ``GSPO_SANDBOX_KEY``, for ``python -m services.hosts.sandboxes``."""
+
+    sandboxes_ready: Annotated[int, Field(ge=0, le=64)] = 0
+    """Sandboxes of the tiers ``container`` and ``remote`` that each process which starts environments prepares ahead,
+    for each image that was asked for."""
+
+    env_network: bool = False
+    """Whether a job may ask for the network on behalf of an environment (``environments[i].host.network``). Agents, and
+    environments that a URL is given to, have it anyway."""
+
+    env_readable: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Paths that every environment may read behind its wall, separated by commas, such as data sets. The system's
+    programs, Python and the folders of code are shown anyway."""
+
+    env_writable: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Paths that every environment may write behind its wall, separated by commas."""
+
     secrets_dir: Path | None = None
     """A directory of files named like settings in lower case (``gspo_redis_url``), each with one value, such as a
     mounted secret. Environment variables take precedence."""
@@ -88,12 +132,12 @@ class Settings(BaseSettings):
     services.process.health FILE``."""
 
     env_uploads: bool = False
-    """Whether the API accepts uploaded environments. Their code runs in hosts of the rollout workers, with access to
-    files and the network: whoever may upload may run anything there."""
+    """Whether the API accepts uploaded environments. Their code runs in hosts of the rollout workers, behind a wall;
+    where there is none, it is refused (``GSPO_ENV_TIER``)."""
 
     outbound_networks: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
-    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL, and agents
-    behind one, may be in. Without any, only public addresses are allowed. Must be the same for the API, the rollout
+    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL, agents behind
+    one, and judges may be in. Without any, only public addresses are allowed. Must be the same for the API, the rollout
     workers and the gateway."""
 
     gateway_bind: Annotated[str, Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")] = "127.0.0.1:8020"
@@ -103,6 +147,27 @@ class Settings(BaseSettings):
     """The base URL under which agents reach the gateway, such as ``https://gateway.example``. Unset: ``http://`` and
     ``GSPO_GATEWAY_BIND``."""
 
+    gateway_own_url: str | None = None
+    """The base URL of this one gateway, where there are several: for its neighbours, which pass requests on to it, and
+    for agents in ``GSPO_ENV_HOSTS``, which it starts. Unset: ``http://`` and ``GSPO_GATEWAY_BIND``, with the name of
+    the machine where that binds all addresses; agents are then given ``GSPO_GATEWAY_URL``."""
+
+    traffic_keep_bytes: Annotated[int, Field(gt=0)] = 64 << 20
+    """The most bytes of recorded traffic (of keys that talk without an episode) that are kept in Redis for one job. The
+    oldest goes first."""
+
+    traffic_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Recorded traffic of a job that is older than this, compared with its newest, is removed when more is recorded."""
+
+    traffic_redactor: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """``module:function`` of yours, ``str -> str``, through which the text of recorded traffic goes before it is
+    stored; token ids are then not kept. The gateway imports it. Unset: traffic is kept as it was sampled."""
+
+    judge_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = ()
+    """API keys of models that judge episodes (``agent.judge``), ``NAME@HOST=KEY`` each, separated by commas, such as
+    ``mine@api.example=sk-1``. Jobs name them; each is sent to its host alone, ``HOST:PORT`` where the port is no usual
+    one."""
+
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a heartbeat after which a worker's episodes, or a trainer's job, go to another. Must be the same
     everywhere."""
@@ -110,6 +175,11 @@ class Settings(BaseSettings):
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Trainers in a row that may be lost without a new step before the job fails. Raise it where trainers are preempted
     often; one that is stopped by SIGTERM does not count."""
+
+    yield_after_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
+    """Seconds without progress of a job (no step ends and no piece of an episode arrives) after which its trainer goes
+    to another job that waits for one; the job comes back when its turn comes. It must exceed the time that the longest
+    step takes."""
 
     redis_bytes_per_job: Annotated[int, Field(gt=0)] | None = None
     """Bytes that one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait.
@@ -135,6 +205,11 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] | None = None
     """Format of log lines: for people, or one JSON object per line. Unset: for people on a terminal, else JSON."""
 
+    @property
+    def own_places(self) -> tuple[Path, ...]:
+        """Directories that no code of others has any business with."""
+        return (self.data_dir,) if self.secrets_dir is None else (self.data_dir, self.secrets_dir.absolute())
+
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str | None) -> str | None:
@@ -150,14 +225,23 @@ class Settings(BaseSettings):
     @field_validator("engine_urls")
     @classmethod
     def _engine_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            if not _ENGINE_URL.match(url):
-                raise ValueError(
-                    "every engine URL must start with http:// or https://, optionally with KIND+ before it"
-                )
-        return tuple(url.rstrip("/") for url in value)
+        return engine_addresses(value)
 
-    @field_validator("gateway_url")
+    @field_validator("engine_keys")
+    @classmethod
+    def _keys_with_places(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(_ENGINE_KEY.fullmatch(one.get_secret_value()) for one in value):
+            raise ValueError("every key must be PLACE=KEY or admin@PLACE=KEY, PLACE being HOST:PORT, HOST or *")
+        return value
+
+    @field_validator("judge_keys")
+    @classmethod
+    def _named_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(_JUDGE_KEY.fullmatch(one.get_secret_value()) for one in value):
+            raise ValueError("every key must be NAME@HOST=KEY, NAME of small letters, digits, - and _")
+        return value
+
+    @field_validator("gateway_url", "gateway_own_url")
     @classmethod
     def _gateway_scheme(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
@@ -192,6 +276,20 @@ class Settings(BaseSettings):
         return value.lower() if isinstance(value, str) else value
 
 
+def engine_addresses(urls: Sequence[str]) -> tuple[str, ...]:
+    """Base URLs of engines as all parts of the system spell them. Raises ValueError."""
+    for url in urls:
+        if not _ENGINE_URL.fullmatch(url):
+            raise ValueError("every engine URL must start with http:// or https://, optionally with KIND+ before it")
+        try:
+            is_address = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise ValueError("every engine URL must be http://HOST:PORT, with a port between 1 and 65535")
+    return tuple(url.rstrip("/") for url in urls)
+
+
 def load_settings() -> Settings:
     """The settings of this process; raises SettingsError."""
     _refuse_misspelt(os.environ)
@@ -202,7 +300,7 @@ def load_settings() -> Settings:
         return Settings(_secrets_dir=secrets or None)
     except ValidationError as error:
         problems = [
-            f"{PREFIX}{'.'.join(str(part) for part in problem['loc'][:1]).upper()}: {problem['msg']}"
+            f"{PREFIX}{'.'.join(map(str, problem['loc'][:1])).upper()}: {problem['msg'].removeprefix('Value error, ')}"
             for problem in error.errors(include_input=False, include_url=False)
         ]
         raise SettingsError("; ".join(problems)) from None
@@ -214,4 +312,12 @@ def _refuse_misspelt(environment: Mapping[str, str]) -> None:
     for name in environment:
         near = get_close_matches(name, known, n=1, cutoff=0.9) if name.startswith(PREFIX) else []
         if near and name not in known:
-            raise SettingsError(f"{name} is not a setting; did you mean {near[0]}?")
+            whose = " (it is a client's: unset it for a service)" if _READ_ELSEWHERE.fullmatch(name) else ""
+            raise SettingsError(f"{name} is not a setting; did you mean {near[0]}?{whose}")
+
+
+def unread_names(environment: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings and that nothing reads: to be told, since they may be meant for us."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    ours = {name for name, value in environment.items() if name.startswith(PREFIX) and value}
+    return sorted(name for name in ours - known if not _READ_ELSEWHERE.fullmatch(name))

@@ -7,6 +7,7 @@ Lines go to stderr; stdout is for a command's user. This module measures and exp
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Literal, TextIO
 
@@ -60,3 +61,11 @@ def get_logger() -> FilteringBoundLogger:
     """A logger; cheap, and usable before ``configure_logging``."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
+
+
+def tell_unread_settings() -> None:
+    """For the start of a service: variables that look like its settings, and that nothing reads."""
+    from services.process.settings import unread_names  # late: whoever only logs needs no settings
+
+    if unread := unread_names(os.environ):
+        get_logger().warning("variables are set that nothing reads", names=unread)

@@ -11,44 +11,56 @@ import sys
 import time
 from functools import partial
 
+from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
+from services.hosts.local import LocalHosts
+from services.hosts.policy import WallPolicy
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
-from services.process.settings import Settings, load_settings
-from services.process.telemetry import configure_logging
+from services.process.settings import Settings, SettingsError, load_settings
+from services.process.telemetry import configure_logging, tell_unread_settings
 from services.rollout.driver import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
 from services.state.drains import Drains
+from services.state.first_contact import first_contact
+from services.state.functions import functions_there
 from services.state.queue import Bus
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 from services.workers.loading import load_job
 from services.workers.processes import watch
-from services.workers.starting import boot_for, functions_there, traces_to
+from services.workers.starting import boot_for, traces_to
 from services.workers.worker import Worker, WorkerConfig
 
-# After the drain: for closing sessions and handing back episodes.
-LEAVING_S = 4.0
+# After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.
+LEAVING_S = 12.0
 
 
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a rollout worker needs the Redis of its installation")
-    async with connect(settings.redis_url) as redis, open_engines(max_connections=config.max_connections) as engine_at:
+    keys = EngineKeys.read(settings.engine_keys)
+    async with (
+        connect(settings.redis_url) as redis,
+        open_engines(keys, max_connections=config.max_connections) as engine_at,
+    ):
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
-        await functions_there(bus)
+        if await first_contact(stop, lambda: functions_there(bus)) is None:
+            return
         interpreters = Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)
         registry = EnvironmentRegistry(DataDir(settings.data_dir).environments)
         sites = Sites(registry, settings.outbound_networks, elsewhere=bool(settings.env_hosts))
-        runner = RequestRunner(WorkerRequests(redis), sites, None if settings.env_hosts else interpreters, config.name)
+        policy = WallPolicy.of(settings)
+        here = None if settings.env_hosts else LocalHosts(interpreters, policy)
+        runner = RequestRunner(WorkerRequests(redis), sites, here, config.name)
         traces = traces_to(settings.trace_endpoint, "rollout", config.name, share=settings.trace_share)
-        boot = boot_for(settings.env_hosts, settings.env_token, interpreters)
+        boot = boot_for(settings.env_hosts, settings.env_token, interpreters, policy)
         worker = Worker(
             config,
             bus,
@@ -92,7 +104,11 @@ def main() -> int:
     )
     parser.add_argument("--drain-s", type=float, default=8.0, help="seconds to reach a turn boundary after SIGTERM")
     arguments = parser.parse_args()
-    settings = load_settings()
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        print(f"services.rollout: {error}", file=sys.stderr)
+        return 2
     grace_s = arguments.drain_s + LEAVING_S
     if arguments.processes > 1:
         configure_logging(
@@ -101,6 +117,7 @@ def main() -> int:
         return run_until_signalled(partial(work_in_processes, settings, arguments), grace_s=grace_s + LEAVING_S)
     name = f"rollout-{socket.gethostname()}-{os.getpid()}"
     configure_logging("rollout", level=settings.log_level, log_format=settings.log_format, worker=name)
+    tell_unread_settings()
     config = WorkerConfig(
         name=name,
         max_episodes=arguments.max_episodes,

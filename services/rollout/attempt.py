@@ -13,17 +13,18 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from gspo_core.env import EnvironmentFailed, Session
-from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from gspo_core.endings import TurnTally
+from gspo_core.env import EnvironmentFailed, Session, Witness
+from gspo_core.invariants import InvalidValue
+from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Drained, Interrupted
 from services.episodes.repetition import goes_in_circles
-from services.episodes.tally import TurnTally
 from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
-from services.workers.scoring import with_length, without_asking
+from services.workers.scoring import in_order, with_length, without_asking
 from services.workers.setting import EpisodeSetting, Order
 from services.workers.timings import Timings
 
@@ -189,7 +190,8 @@ class EpisodeAttempt:
             return stop
         self._num_acted += 1
         observation = await self._in_environment(self._session.act(parsed), again=bool(self._record))
-        self._tally.turn_rewards += observation.reward or 0.0
+        if observation.reward is not None:
+            self._tally.pay(self._history.num_turns - 1, observation.reward)
         if observation.done:
             return observation.stop_reason
         if self._history.num_turns >= self._order.limits.max_turns:
@@ -228,7 +230,7 @@ class EpisodeAttempt:
     async def _conclude(self, stop: StopReason) -> Outcome:
         reward, parts = await self._score(stop)
         try:
-            return Outcome(stop, reward, parts, self._metrics())
+            return Outcome(stop, reward, parts, self._metrics(), self._evidence)
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
 
@@ -236,8 +238,15 @@ class EpisodeAttempt:
         known = without_asking(self._order, stop)
         if known is not None:
             return known, {}
+        if self._order.evidence_bytes and isinstance(self._session, Witness):
+            self._session.keep_evidence(self._order.evidence_bytes)
         reward, parts = await self._in_environment(self._session.score())
+        self._ledger.turn_rewards = in_order(self._tally.by_turn)
         return with_length(self._order, reward + self._tally.turn_rewards, parts, self._ledger.num_sampled)
+
+    @property
+    def _evidence(self) -> Evidence:
+        return self._order.told_of(self._session.evidence if isinstance(self._session, Witness) else NOTHING)
 
     def _metrics(self) -> dict[str, float]:
         ledger = self._ledger

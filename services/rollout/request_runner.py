@@ -15,17 +15,20 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
-from gspo_core.model_files import problem_of
+from gspo_core.model_files import refusal_of
+from services.hosts.local import LocalHosts
 from services.hosts.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
-from services.hosts.venv import Interpreters
+from services.hosts.walls.control_groups import Group
+from services.hosts.walls.tiers import WALLS, Program
+from services.hosts.wire import HARD_MEMORY_FACTOR
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
 from services.rollout.prompt_lengths import longest_prompt
@@ -46,13 +49,11 @@ FILE_BYTES = 64 << 20
 
 
 class RequestRunner:
-    def __init__(
-        self, worker_requests: WorkerRequests, sites: Sites, interpreters: Interpreters | None, worker: str
-    ) -> None:
-        """``interpreters`` is None if environments run elsewhere: then every request is refused."""
+    def __init__(self, worker_requests: WorkerRequests, sites: Sites, hosts: LocalHosts | None, worker: str) -> None:
+        """``hosts`` is None if environments run elsewhere: then every request is refused."""
         self._worker_requests = worker_requests
         self._sites = sites
-        self._interpreters = interpreters
+        self._hosts = hosts
         self._worker = worker
         self._room = asyncio.Semaphore(MAX_TOGETHER)
 
@@ -90,20 +91,21 @@ class RequestRunner:
 
     async def _answer(self, order: Mapping[str, JSON]) -> dict[str, JSON]:
         if order["do"] == "model":
-            return {"result": {"problem": await asyncio.to_thread(problem_of, Path(str(order["model"])))}}
+            model, calls = Path(str(order["model"])), str(order.get("calls", "auto"))
+            return {"result": {"problem": await asyncio.to_thread(refusal_of, model, calls)}}
         reference = str(order["environment"])
         try:
-            if self._interpreters is None:
+            if self._hosts is None:
                 raise InvalidEnvironment(
                     "environments run in remote services (GSPO_ENV_HOSTS), which do not offer this yet"
                 )
             config = cast(dict[str, JSON], order.get("config", {}))
             placed = await asyncio.to_thread(self._sites.placed, HostOrder(reference, config))
-            python = await self._interpreters.for_environment(placed.ref)
+            walled = await self._hosts.prepared(placed)
         except InvalidEnvironment as error:
             said: dict[str, JSON] = {"error": str(error)}
         else:
-            said = await self._in_a_process(python, placed, order)
+            said = await self._in_a_process(walled, order)
         if order["do"] == "prompts" and "result" in said:
             chat = cast(dict[str, JSON], order["chat"])
             return await asyncio.to_thread(longest_prompt, str(order["model"]), chat, said["result"])
@@ -120,13 +122,14 @@ class RequestRunner:
         registry = self._sites.registry
         registry.add_report(registry.get(reference), report)
 
-    async def _in_a_process(self, python: str, placed: HostOrder, asked: Mapping[str, JSON]) -> dict[str, JSON]:
+    async def _in_a_process(self, placed: HostOrder, asked: Mapping[str, JSON]) -> dict[str, JSON]:
         loads = placed.frame()
         order = {
             **asked,
             "ref": loads["ref"],
             "config": loads["config"],
             "networks": loads["networks"],
+            "agent": loads["agent"],
             "timeout_s": PHASE_TIMEOUT_S,
             "model": None,
             "bounds": [MEMORY_BYTES, FILE_BYTES],
@@ -135,16 +138,18 @@ class RequestRunner:
             tempfile.TemporaryFile() as given,
             tempfile.TemporaryFile() as answer,
             tempfile.TemporaryDirectory() as tmp,
+            _bounded(placed) as joins,
         ):
             given.write(json.dumps({**order, "descriptor": answer.fileno()}).encode())
             given.seek(0)
+            program = _examination(placed, given.fileno(), answer.fileno(), tmp, joins)
             process = subprocess.Popen(  # noqa: ASYNC220 - it starts in a few milliseconds
-                [python, "-m", "gspo_core.keeper", "gspo_core.testing", str(given.fileno())],
-                pass_fds=(given.fileno(), answer.fileno()),
+                program.command,
+                pass_fds=program.descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=child_variables(placed.paths) | {"TMPDIR": tmp},
+                env=program.variables,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
@@ -155,6 +160,27 @@ class RequestRunner:
             finally:
                 await asyncio.to_thread(_end, process)
             return _read(process.returncode, answer.fileno())
+
+
+@contextlib.contextmanager
+def _bounded(order: HostOrder) -> Iterator[list[str]]:
+    """The files of the control group of an examination, where there is one."""
+    group = Group.make(order.bounds.num_processes) if order.tier else None
+    if group is None:
+        yield []
+        return
+    group.allow_memory((order.bounds.disk_mb << 20) + int(HARD_MEMORY_FACTOR * MEMORY_BYTES))
+    try:
+        yield group.entries
+    finally:
+        group.remove()
+
+
+def _examination(order: HostOrder, given: int, answer: int, tmp: str, joins: Sequence[str]) -> Program:
+    command = [order.python, "-m", "gspo_core.keeper", "gspo_core.testing", str(given)]
+    place = {} if order.tier else {"TMPDIR": tmp}  # behind a wall it has its own
+    program = Program(command, child_variables(order.paths) | place, (given, answer))
+    return WALLS[order.tier].around(program, order.shown, order.bounds, joins)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
+from gspo_core.log.events import JobEvent, decode_event, gap
 from services.state.client import MAX_BLOCK_MS
 from services.state.functions import Functions
 from services.state.jobs import InvalidCursor, JobNotFound
@@ -21,16 +20,6 @@ from services.state.keys import job_key, job_keys
 from services.state.refusals import Missing
 
 _POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    id: str
-    """Resume after this id."""
-    type: str
-    """``gap`` means that events up to this id are gone; data holds resumed_after and first_available."""
-    created_at: str
-    data: dict[str, Any]
 
 
 class EventLog:
@@ -78,19 +67,7 @@ class EventLog:
 
     async def _read(self, job: str, after: str, count: int) -> list[JobEvent]:
         last_removed, entries = await self._functions.call("read_events", job_keys(job), after, count)
-        events = [_event(entry_id.decode(), fields) for entry_id, fields in entries]
+        events = [decode_event(entry, fields) for entry, fields in entries]
         if last_removed:
-            at = last_removed.decode()
-            data = {"resumed_after": after, "first_available": events[0].id if events else None}
-            events.insert(0, JobEvent(at, "gap", _time_of(at), data))
+            events.insert(0, gap(last_removed, after, events[0] if events else None))
         return events
-
-
-def _event(event_id: str, fields: list[bytes]) -> JobEvent:
-    _, kind, _, data, _, _ = fields
-    return JobEvent(event_id, kind.decode(), _time_of(event_id), json.loads(data))
-
-
-def _time_of(event_id: str) -> str:
-    milliseconds = int(event_id.partition("-")[0])
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -32,6 +32,8 @@ _KINDS: tuple[Kind, ...] = ("engine", "trainer", "worker")
 R = TypeVar("R", bound=ProcessRecord)
 Hash = Mapping[bytes, bytes]
 
+# As the functions keep.
+NEWS_KEPT = 16
 # Unreadable records already reported: the fleet is read ten times a second.
 _MAX_REPORTED = 1000
 
@@ -74,7 +76,13 @@ class Fleet:
         """Stop new requests and weights for the engine; its job gives it back when idle, and no job takes it until
         this is undone with ``wanted=False``."""
         key = service_key("engine_drains")
-        await (self._redis.hset(key, engine_id, 1) if wanted else self._redis.hdel(key, engine_id))
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            if wanted:
+                pipeline.hset(key, engine_id, 1)
+            else:
+                pipeline.hdel(key, engine_id)
+            pipeline.xadd(service_key("engine_news"), {"e": engine_id}, maxlen=NEWS_KEPT, approximate=False)
+            await pipeline.execute()
 
     async def everyone(self) -> Everyone:
         """Trainers, workers and engines in one read."""
@@ -102,6 +110,11 @@ class Fleet:
         """All registered workers, by id."""
         return await self._records("worker", WorkerRecord)
 
+    async def worker(self, name: str) -> WorkerRecord | None:
+        """None: it never registered here, or was forgotten."""
+        text = await self._redis.hget(service_key("workers"), name)
+        return None if text is None else WorkerRecord.from_json(text)
+
     async def bind(self, job: str, token: str, engine_id: str) -> bool:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
         binding = await self._binding(job, token)
@@ -120,6 +133,17 @@ class Fleet:
         """Give an engine back; does nothing if this owner does not hold it."""
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         if held is not None and held.decode().split("/")[::2] == [job, token]:
+            await self._functions.call("unbind_engine", service_keys(), engine_id, held)
+
+    async def unbind_inherited(self, job: str, token: str, engine_id: str) -> None:
+        """Give back an engine that an earlier owner of the job held; does nothing if none did. Raises Fenced."""
+        binding = await self._binding(job, token)
+        held = await self._redis.hget(service_key("engine_bindings"), engine_id)
+        if (
+            held is not None
+            and held.decode().split("/")[0] == job
+            and await self._may_be_replaced(held.decode(), binding)
+        ):
             await self._functions.call("unbind_engine", service_keys(), engine_id, held)
 
     async def register_engine(self, record: EngineRecord) -> None:

@@ -13,6 +13,8 @@ from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 import msgspec
 
 R = TypeVar("R", bound="msgspec.Struct")
+# An agent may well answer a task by itself.
+MIN_UNHEARD = 4
 WorkerKind: TypeAlias = Literal["rollout", "gateway"]
 """What drives the episodes that it holds: an environment, or an agent."""
 
@@ -120,6 +122,8 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
     kind: str = "rollout"
     """A ``WorkerKind``."""
     host: str = ""
+    address: str = ""
+    """Of a gateway: the base URL at which its neighbours reach it."""
     pid: int = 0
     draining: bool = False
     """It takes no more episodes and exits when it holds none."""
@@ -133,6 +137,20 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
     ill_environments: dict[str, dict[str, str]] = {}
     """Job -> quarantined environments, each with its last error."""
     counters: dict[str, int | float] = {}
+
+    @property
+    def open_requests(self) -> int:
+        """Of agents that wait for an answer, or read one."""
+        begun, ended = ("turns/asked", "turns/repeated"), ("answers/delivered", "answers/undelivered")
+        return int(
+            sum(self.counters.get(name, 0) for name in begun) - sum(self.counters.get(name, 0) for name in ended)
+        )
+
+    @property
+    def hears_no_agent(self) -> bool:
+        """Its agents come to their end, and none has ever asked it for a turn."""
+        ended_unheard = self.counters.get("agents/asked_nothing", 0)
+        return not self.counters.get("turns/asked") and ended_unheard >= MIN_UNHEARD
 
 
 class Described(Protocol):

@@ -6,12 +6,14 @@ functions are idempotent, so the client library may resend after a lost reply. I
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from services.state.away import RedisFault
+from services.process.telemetry import get_logger
+from services.state.away import NotPermitted, RedisFault
 from services.state.client import RedisClient
 from services.state.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
 from services.state.refusals import BY_WORD, Damaged
@@ -19,17 +21,23 @@ from services.state.refusals import BY_WORD, Damaged
 # Servers keep the highest version they were given. Released text never changes under its version number: a test
 # compares the digests.
 LIBRARY_VERSION = 3
+FUNCTIONS_WAIT_S = (0.5, 8.0)
 LUA = Path(__file__).with_name("lua")
 SOURCES = (
     "library.lua",
     "queue_records.lua",
     "queue.lua",
     "episodes.lua",
+    "rewards.lua",
+    "loans.lua",
+    "erasing.lua",
+    "talks.lua",
     "views.lua",
     "jobs.lua",
     "records.lua",
     "service.lua",
     "replies.lua",
+    "rates.lua",
 )
 
 
@@ -39,6 +47,25 @@ class LibraryTooNew(RuntimeError):
 
 class LibraryTooOld(RuntimeError):
     """The server has no Functions (Redis 7.0, Valkey 7.2)."""
+
+
+class Loads(Protocol):
+    """A queue or a store."""
+
+    async def load_functions(self) -> None: ...
+
+
+async def functions_there(on: Loads) -> bool:
+    """Returns when they are. For those who may not load them: the API and trainers do, and perhaps start later."""
+    wait_s = FUNCTIONS_WAIT_S[0]
+    while True:
+        try:
+            await on.load_functions()
+            return True
+        except NotPermitted:
+            get_logger().info("waiting for the API or a trainer to load the functions", wait_s=wait_s)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, FUNCTIONS_WAIT_S[1])
 
 
 class Functions:
@@ -111,6 +138,6 @@ def _refusal(error: RedisFault) -> Exception:
     text = str(error)
     word, _, detail = text.partition(" ")
     if kind := BY_WORD.get(word):
-        return kind(detail)
+        return kind.of(detail)
     # A function only ever fails on data it read.
     return Damaged(text) if "user_function" in text else error

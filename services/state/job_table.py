@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pydantic import BaseModel
@@ -32,16 +32,16 @@ from services.state.jobs import (
     DesiredState,
     IllegalTransition,
     InvalidCursor,
-    JobAttempt,
     JobConflict,
     JobNotFound,
     JobRecord,
     JobStatus,
-    ReasonCode,
     StatusReason,
+    WentBack,
     default_reason,
     fits,
     new_job_id,
+    read_record,
     sources_of,
 )
 from services.state.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
@@ -53,12 +53,15 @@ from services.state.refusals import Conflict, Fenced, Forbidden, Missing
 STATUS_FIELDS = (
     *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
     *("reason_code", "reason_message", "reason_since"),
-    *("settings_version", "settings", "cancel_manner", "attempts"),
+    *("settings_version", "settings", "cancel_manner", "attempts", "went_back"),
 )
 
 # A trainer lost in one of these states counts as a failure; in paused or ending states it was not training.
 _COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
 _WITHOUT_TRAINING = (JobStatus.PAUSED, JobStatus.CANCELLING)
+# A job that its trainer hands over in one of these waits in the queue; in others it goes on where it is.
+_NOT_BEGUN = (JobStatus.STARTING,)
+_YIELDING = (JobStatus.STARTING, JobStatus.RUNNING)
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 
@@ -68,6 +71,7 @@ class _Owner(NamedTuple):
     beat: str | bytes
     job_is_queued: bool
     """Unowned, and either not begun or released before it ran."""
+    num_yields: int = 0
 
 
 class JobTable:
@@ -112,12 +116,8 @@ class JobTable:
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
         check_job_id(job)
-        await self._ensure_rebuilt()
-        key_digest = None
-        if idempotency_key is not None:
-            key_digest = _digest_of_key(idempotency_key)
-            job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
-        accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
+        key_digest = None if idempotency_key is None else _digest_of_key(idempotency_key)
+        job, accepted = await self._accept_once(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
         reason = default_reason(JobStatus.QUEUED)
         try:
             written = (text, digest, accepted.created_at, reason.code, reason.message, accepted.owner)
@@ -136,7 +136,7 @@ class JobTable:
 
     async def get(self, job: str) -> JobRecord:
         """Raises JobNotFound."""
-        return _job(job, await self._fields(job))
+        return read_record(job, await self._fields(job))
 
     async def _fields(self, job: str) -> dict[bytes, bytes]:
         try:
@@ -160,6 +160,30 @@ class JobTable:
     def _directory(self, job: str) -> JobRecords | None:
         return None if self._jobs_dir is None else JobRecords(self._jobs_dir.job(job))
 
+    async def _accept_once(self, job: str, wanted: AcceptedJob) -> tuple[str, AcceptedJob]:
+        """Of all who ask under one key, one job is accepted, also where the server is wiped before its key is on disk:
+        then another request may have taken the key meanwhile, and this one's job gives way to its job."""
+        job = await self._reserve(wanted.idempotency, job)
+        while True:
+            accepted = await self._accept(job, wanted)
+            holder = await self._reserve(wanted.idempotency, job)
+            if holder == job:
+                return job, accepted
+            directory = self._directory(job)
+            if directory is not None:
+                await asyncio.to_thread(directory.withdraw)
+            job = holder
+
+    async def _reserve(self, key_digest: str | None, job: str) -> str:
+        """The job that this key names from now on."""
+        await self._ensure_rebuilt()
+        if key_digest is None:
+            return job
+        condition = () if self._rebuild is None else ("rebuilt",)
+        while not (holder := await self._functions.call("reserve", service_keys(), key_digest, job, *condition)):
+            await self._ensure_rebuilt()  # wiped since
+        return str(holder.decode())
+
     async def _accept(self, job: str, wanted: AcceptedJob) -> AcceptedJob:
         directory = self._directory(job)
         if directory is None:
@@ -174,7 +198,7 @@ class JobTable:
         fields = await self._fields(job)
         directory = self._directory(job)
         while directory is not None:
-            _job(job, fields)  # no file is written of what cannot be read
+            read_record(job, fields)  # no file is written of what cannot be read
             record = {name: fields[name.encode()].decode() for name in STATUS_FIELDS if name.encode() in fields}
             if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
                 break
@@ -182,7 +206,7 @@ class JobTable:
             highest, _ = await asyncio.to_thread(directory.newest_status)
             await self._functions.call("pass_revision", job_keys(job), highest)
             fields = await self._fields(job)
-        return _job(job, fields)
+        return read_record(job, fields)
 
     async def page(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
@@ -290,6 +314,28 @@ class JobTable:
             raise IllegalTransition(job, refusal.detail, "changed") from None
         return await self._written_down(job)
 
+    async def reopen(
+        self, job: JobRecord, *, epoch: int, settings: Mapping[str, Any], went_back: WentBack | None = None
+    ) -> JobRecord:
+        """Put a job that is over back into the queue, to go on as itself in an epoch after ``epoch``.
+
+        ``went_back``: from where, if not from where it ended; whoever goes on with it writes that down in its files.
+        ``settings``: all live settings from now on. Raises JobNotFound, IllegalTransition (it is not over) and Conflict
+        if its settings have changed since it was looked at.
+        """
+        text = json.dumps(dict(settings), sort_keys=True, allow_nan=False)
+        reason = default_reason(JobStatus.QUEUED)
+        step, back = ("", "") if went_back is None else (went_back.to.step, went_back.encode())
+        said = (self._time(), reason.code, reason.message, epoch, step, job.settings_version, text, back)
+        try:
+            await self._functions.call("reopen", self._keys(job.id), *said, *_TERMINAL)
+        except Missing:
+            raise JobNotFound(job.id) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job.id, refusal.detail, JobStatus.QUEUED) from None
+        await self._functions.call("announce", service_keys(), job.id)
+        return await self._written_down(job.id)
+
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         """Raises Fenced."""
         await self._functions.call("update_progress", job_keys(job), token, step, version)
@@ -328,6 +374,7 @@ class JobTable:
         they are listed while another job's owner may be dead."""
         looked_at = {job: await self._seen(job) for job in await self._open()}
         found = [(job, owner) for job, owner in looked_at.items() if owner is not None]
+        found.sort(key=lambda one: one[1].num_yields)  # those that could do nothing with a trainer come last
         if not lost_first:
             return found
         lost = [(job, owner) for job, owner in found if not owner.job_is_queued]
@@ -357,7 +404,7 @@ class JobTable:
     async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
         if not (fields := await self._redis.hgetall(job_key(job, "job"))):
             return False
-        record = _job(job, fields)
+        record = read_record(job, fields)
         problem = None if record.desired_state is DesiredState.CANCELLED else unfit(record.spec)
         if problem is None:
             return False
@@ -395,9 +442,9 @@ class JobTable:
     async def _seen(self, job: str) -> _Owner | None:
         """The job's owner if the job may be claimed. None: leave it alone."""
         async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
+            pipeline.hmget(job_key(job, "job"), ["status", "finished_at", "yields"])
             pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
-            (status, finished_at), (token, beat) = await pipeline.execute()
+            (status, finished_at, yields), (token, beat) = await pipeline.execute()
         if finished_at is not None:
             # Finished jobs leave the open set here, because that set lives in another slot than the job.
             await self._redis.srem(service_key("open_jobs"), job)
@@ -406,7 +453,7 @@ class JobTable:
         if status is None:
             return None
         if not token or token == self._unanswered.get(job, "").encode():
-            return _Owner("", "", status == JobStatus.QUEUED.encode())
+            return _Owner("", "", status == JobStatus.QUEUED.encode(), int(yields or 0))
         owner = _Owner(token, beat, job_is_queued=False)
         return owner if self._watch.stands_still(job, (token, beat)) else None
 
@@ -422,8 +469,15 @@ class JobTable:
             "release",
             job_keys(job),
             *(token, self._time(), cause.code, cause.message, reason.code, reason.message),
-            *sources_of(JobStatus.QUEUED),
+            *_NOT_BEGUN,
         )
+        await self._written_down(job)
+
+    async def yield_trainer(self, job: str, token: str, cause: StatusReason) -> None:
+        """Give the job up because it can do nothing with a trainer: it waits behind all others, with this reason, and
+        the attempt does not count. Raises Fenced."""
+        said = (token, self._time(), cause.code, cause.message)
+        await self._functions.call("yield", job_keys(job), *said, *_YIELDING)
         await self._written_down(job)
 
     async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
@@ -455,7 +509,7 @@ class JobTable:
     def _readable(self, job: str, fields: dict[bytes, bytes]) -> JobRecord | None:
         """None of a job whose record is damaged, which is reported once."""
         try:
-            return _job(job, fields)
+            return read_record(job, fields)
         except DamagedJob as error:
             if job not in self._reported:
                 self._reported.add(job)
@@ -483,38 +537,3 @@ def _canonical(spec: BaseModel | str) -> tuple[str, str]:
         raise TypeError("a job's specification must be a JSON object")
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text, hashlib.sha256(text.encode()).hexdigest()
-
-
-def _job(job: str, fields: dict[bytes, bytes]) -> JobRecord:
-    """Raises DamagedJob."""
-    try:
-        return _read(job, fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedJob(job, f"{type(error).__name__}: {error}") from None
-
-
-def _read(job: str, fields: dict[bytes, bytes]) -> JobRecord:
-    record = {name.decode(): value.decode() for name, value in fields.items()}
-    int(record["revision"])  # of its files: every change counts it up
-    code, version = record.get("reason_code"), record.get("policy_version")
-    return JobRecord(
-        id=job,
-        owner=record.get("owner", ""),
-        spec=record["spec"],
-        status=JobStatus(record["status"]),
-        desired_state=DesiredState(record["desired_state"]),
-        status_reason=StatusReason(cast(ReasonCode, code), record["reason_message"], record["reason_since"])
-        if code
-        else None,
-        attempt=int(record["attempt"]),
-        epoch=int(record["epoch"]),
-        step=int(record["step"]),
-        policy_version=None if version is None else int(version),
-        created_at=record["created_at"],
-        started_at=record.get("started_at"),
-        finished_at=record.get("finished_at"),
-        settings_version=int(record.get("settings_version", 0)),
-        settings=json.loads(record.get("settings", "{}")),
-        cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
-        attempts=tuple(JobAttempt(**one) for one in json.loads(record.get("attempts", "[]"))),
-    )

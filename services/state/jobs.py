@@ -11,7 +11,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from gspo_core.staleness import Position
 
 
 class JobStatus(StrEnum):
@@ -73,7 +75,10 @@ TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
     JobStatus.QUEUED: frozenset({JobStatus.STARTING, JobStatus.CANCELLED, JobStatus.FAILED}),
     JobStatus.STARTING: frozenset({JobStatus.RUNNING, JobStatus.QUEUED, JobStatus.CANCELLING, JobStatus.FAILED}),
     JobStatus.RUNNING: frozenset(
-        {JobStatus.PAUSING, JobStatus.CANCELLING, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STARTING}
+        {
+            *(JobStatus.PAUSING, JobStatus.CANCELLING, JobStatus.SUCCEEDED, JobStatus.FAILED),
+            *(JobStatus.STARTING, JobStatus.QUEUED),
+        }
     ),
     JobStatus.PAUSING: frozenset({JobStatus.PAUSED, JobStatus.CANCELLING, JobStatus.FAILED, JobStatus.STARTING}),
     JobStatus.PAUSED: frozenset({JobStatus.RESUMING, JobStatus.CANCELLING}),
@@ -97,6 +102,7 @@ def sources_of(target: JobStatus) -> list[JobStatus]:
 WaitCode: TypeAlias = Literal[
     "waiting_for_workers",
     "capacity",
+    "yielded",
     "loading_model",
     "no_engine_for_model",
     "no_rollout_worker",
@@ -135,7 +141,7 @@ CountedCode: TypeAlias = Literal[
 ]
 """Why an attempt ended that counts against ``GSPO_MAX_ATTEMPTS``; another one goes on with the job."""
 
-FreeCode: TypeAlias = Literal["handed_over", "redis_unavailable", "disk_full"]
+FreeCode: TypeAlias = Literal["handed_over", "yielded", "redis_unavailable", "disk_full"]
 """Why an attempt ended that does not count."""
 
 ReasonCode: TypeAlias = WaitCode | DoneCode | FailureCode | CountedCode | FreeCode
@@ -222,11 +228,26 @@ class JobAttempt:
     began_at: str
     ended_at: str | None = None
     code: str | None = None
-    """Why it ended: ``trainer_lost``, ``process_lost``, ``rank_lost``, ``handed_over``, ``no_progress``,
+    """Why it ended: ``trainer_lost``, ``process_lost``, ``rank_lost``, ``handed_over``, ``yielded``, ``no_progress``,
     ``data_unreadable``, ``redis_unavailable``, ``disk_full``, or the reason of the job's end."""
     message: str | None = None
     step: int | None = None
     """The job's step at that time."""
+
+
+class WentBack(NamedTuple):
+    """A job that was over goes on from an earlier place: an epoch without a trainer forks off there."""
+
+    epoch: int
+    to: Position
+
+    def encode(self) -> str:
+        return f"{self.epoch} {self.to.epoch} {self.to.step}"
+
+    @classmethod
+    def decode(cls, text: str) -> WentBack:
+        epoch, *to = map(int, text.split())
+        return cls(epoch, Position(*to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +274,12 @@ class JobRecord:
     """Live settings that override the specification, by key: ``{"optimizer.lr": 1e-6}``."""
     cancel_manner: CancelManner | None = None
     """Set once cancellation is requested."""
+    num_yields: int = 0
+    """How often it gave its trainer to others since its last new step."""
     attempts: tuple[JobAttempt, ...] = ()
     """The most recent owners, each with the reason its attempt ended."""
+    went_back: WentBack | None = None
+    """The last time, if it ever did. What its files say holds only once they say this."""
 
     @property
     def spec_data(self) -> dict[str, Any]:
@@ -287,3 +312,40 @@ def new_job_id(time_s: float) -> str:
     """``job_`` + 48 bits of milliseconds + 80 random bits: ids sort by time and cannot be guessed."""
     number = (int(time_s * 1000) << 80) | secrets.randbits(80)
     return "job_" + "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def read_record(job: str, fields: dict[bytes, bytes]) -> JobRecord:
+    """The record as the fields of its hash have it. Raises DamagedJob."""
+    try:
+        return _read(job, fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedJob(job, f"{type(error).__name__}: {error}") from None
+
+
+def _read(job: str, fields: dict[bytes, bytes]) -> JobRecord:
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    int(record["revision"])  # of its files: every change counts it up
+    code, version = record.get("reason_code"), record.get("policy_version")
+    return JobRecord(
+        id=job,
+        owner=record.get("owner", ""),
+        spec=record["spec"],
+        status=JobStatus(record["status"]),
+        desired_state=DesiredState(record["desired_state"]),
+        status_reason=StatusReason(cast(ReasonCode, code), record["reason_message"], record["reason_since"])
+        if code
+        else None,
+        attempt=int(record["attempt"]),
+        epoch=int(record["epoch"]),
+        step=int(record["step"]),
+        policy_version=None if version is None else int(version),
+        created_at=record["created_at"],
+        started_at=record.get("started_at"),
+        finished_at=record.get("finished_at"),
+        settings_version=int(record.get("settings_version", 0)),
+        settings=json.loads(record.get("settings", "{}")),
+        cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
+        num_yields=int(record.get("yields", 0)),
+        attempts=tuple(JobAttempt(**one) for one in json.loads(record.get("attempts", "[]"))),
+        went_back=WentBack.decode(record["went_back"]) if "went_back" in record else None,
+    )

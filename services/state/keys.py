@@ -13,10 +13,12 @@ from functools import lru_cache
 
 PREFIX = "gspo"
 
-# Order matters: position n here is KEYS[n] of every function of that family.
+# Order matters: position n here is KEYS[n] of every function of that family. Processes of earlier releases send the
+# beginnings of these lists, so a new name goes to the end.
 BUS_KEYS = (
-    "trainer",  # hash: token, beat and name of the trainer that owns the job
-    "meta",  # hash: sequence (of dispatches), completions, committed_step, charged_bytes, stored_bytes, dead_letters
+    "trainer",  # hash: token, beat, name and epoch of the trainer that owns the job
+    "meta",  # hash: sequence (of dispatches), completions, committed_step, charged_bytes, stored_bytes, dead_letters,
+    # posted, late_rewards, missed_rewards
     "counters",  # hash: dispatched, trained, evaluated, dropped_<why>
     "queue",  # sorted set: episodes waiting for a worker; returned ones have negative scores
     "episodes",  # hash: "group:member" -> packed state
@@ -28,6 +30,12 @@ BUS_KEYS = (
     "holders",  # hash: worker token -> packed {worker, last request, its reply}
     "dead_letters",  # stream, bounded: abandoned episodes, with the reason
     "snapshots",  # hash: "group:member" -> packed {attempt, segments, data} of restorable worlds
+    "rewards",  # hash: "group:member" -> packed end of an episode that waits for its reward
+    "reward_deadlines",  # sorted set: those episodes by the time (Unix ms) until which their reward may come
+    "posted",  # sorted set, bounded: "group:member/attempt/token" of rewards that came late, in order
+    "offers",  # hash: "group:member" -> packed {attempt, loan, data} of episodes that agents fetch by themselves
+    "offered",  # sorted set: those of them that no agent has, in order of dispatch
+    "loans",  # hash: id -> packed {episode, attempt, beats, length_s, state, reward, till} of those that one has
 )
 JOB_KEYS = (
     "job",  # hash: the job record
@@ -51,6 +59,16 @@ JOB_KEYS = (
     "holders",
     "meta",
     "snapshots",
+    "rewards",
+    "reward_deadlines",
+    "posted",
+    "offers",
+    "offered",
+    "loans",
+    # These stay when the job has ended.
+    "talk_keys",  # hash: id -> packed {digest, shown, turns, tokens, ms} of keys that talk without an episode
+    "talk_used",  # hash: "id:turns" and so on -> what a key has used; bytes -> of all traffic
+    "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)
@@ -77,6 +95,11 @@ SERVICE_KEYS = (
     "replies_order",  # sorted set: the same names by age, to forget the oldest first
     "replies_held",  # hash: bytes
     "secrets",  # hash: name -> random bytes that all processes of a kind share
+    "engine_watch",  # hash: token and beats of the process that looks at the engines for all
+    "engine_sightings",  # hash: engine id -> what that process saw last, as JSON
+    "engine_news",  # stream, bounded: an entry whenever one of the above has changed
+    "rates",  # hash: caller of the API -> packed {level, at} of its bucket of requests
+    "installation",  # hash: id of the installation, as its data directory has it; token of this server
 )
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -19,10 +19,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
-
-from zlib_ng.zlib_ng import crc32
 
 from gspo_core.types import EpisodeKey, Split
 from services.state.away import RedisFault
@@ -32,15 +30,24 @@ from services.state.keys import bus_keys, job_key, service_key, service_keys
 from services.state.leases import BeatWatch
 from services.state.queue_records import (
     Append,
+    AwaitedReward,
     DeadLetter,
     EpisodeLease,
     EpisodeView,
+    ErasedWord,
     GroupEnd,
     GroupView,
+    Kept,
+    PostedReward,
     QueueUsage,
     ReadyGroup,
+    RewardWord,
     Snapshot,
     Stage,
+    Waiting,
+    digest_of,
+    member_name,
+    read_awaited,
     read_dead_letter,
     read_group,
     read_lease,
@@ -59,6 +66,7 @@ __all__ = [
     "Full",
     "Gap",
     "GroupView",
+    "Kept",
     "QueueUsage",
     "ReadyGroup",
     "Snapshot",
@@ -68,6 +76,8 @@ __all__ = [
 # A function blocks the server while it runs; committing hundreds of groups in one call would stall every client.
 GROUPS_PER_COMMIT = 8
 GROUPS_PER_LOOK = 64
+EXPIRED_PER_CALL = 64
+ITEMS_OF_A_REWARD = 3
 MAX_REASON_CHARS = 500
 MAX_NOTE_CHARS = 500
 
@@ -106,10 +116,12 @@ class Bus:
         environment: int = 0,
         bytes_per_episode: int = 0,
         budget_bytes: int | None = None,
+        reads: int = 0,
     ) -> bool:
         """Queue the ``size`` episodes of a group. False: the group already exists.
 
         Reserves ``bytes_per_episode`` for each until it ends. Full: the job would then exceed ``budget_bytes``.
+        ``reads``: the newest schema of segments that the caller reads.
         """
         if group < 0 or size < 1 or bytes_per_episode < 0:
             raise ValueError(
@@ -120,7 +132,7 @@ class Bus:
         reply = await self._functions.call(
             "dispatch",
             bus_keys(job),
-            *(token, group, size, str(split), task_index, environment, bytes_per_episode, budget),
+            *(token, group, size, str(split), task_index, environment, bytes_per_episode, budget, reads),
         )
         return bool(reply)
 
@@ -137,6 +149,14 @@ class Bus:
             reply = await self._redis.xread({stream: "0"}, count=count)
         return [(entry_id.decode(), fields.get(b"d", b"")) for entry_id, fields in _entries(reply)]
 
+    async def newest_segment(self, job: str) -> str:
+        """The position behind the newest segment that was ever appended; it moves with each."""
+        try:
+            info = await self._redis.xinfo_stream(job_key(job, "segments"))
+        except RedisFault:
+            return ""  # nothing appended yet
+        return str(info["last-generated-id"].decode())
+
     async def _is_of_another_stream(self, stream: str, position: str) -> bool:
         """Whether the server was wiped and its clock lags: its stream will not reach that position for a long time."""
         try:
@@ -147,7 +167,7 @@ class Bus:
 
     async def ready_groups(self, job: str) -> list[ReadyGroup]:
         """Complete, uncommitted groups in order of completion."""
-        rows = await self._functions.call("ready", bus_keys(job))
+        rows = await self._functions.call("ready", bus_keys(job), "erased")
         return [read_ready(row) for row in rows]
 
     async def open_groups(self, job: str) -> list[int]:
@@ -176,6 +196,24 @@ class Bus:
         The group is then ready. Later appends to these episodes are Fenced.
         """
         return int(await self._functions.call("cancel", bus_keys(job), token, group))
+
+    async def seal(self, job: str, token: str, groups: Mapping[int, Sequence[int]]) -> bool:
+        """Before members of groups go into a batch log: from now on until their commit none of them is erased here.
+
+        False: one of them was erased; nothing is sealed.
+        """
+        written: list[int | str] = []
+        for group, members in groups.items():
+            written += [group, ",".join(map(str, members))]
+        return bool(await self._functions.call("seal", bus_keys(job), token, *written))
+
+    async def erase(self, key: EpisodeKey) -> ErasedWord:
+        """Delete all that was read and said in an episode, whatever its stage; it has then ended without an outcome.
+
+        Its group goes on without it. Whoever works at the episode is told ``Erased``. For any process that may.
+        """
+        word: bytes = await self._functions.call("erase_episode", bus_keys(key.job), member_name(key))
+        return ErasedWord(word.decode())
 
     async def empty_queue(self, job: str, token: str) -> int:
         """Remove every group after a ``Damaged``; returns the number of open ones, all to be dispatched again."""
@@ -235,7 +273,7 @@ class Bus:
         """
         async with self._leasing:
             request = self._unanswered.setdefault((job, token), uuid4().hex)
-            rows = await self._functions.call("lease", bus_keys(job), worker, token, request, max(limit, 0))
+            rows = await self._functions.call("lease", bus_keys(job), worker, token, request, max(limit, 0), "epoch")
             del self._unanswered[job, token]
         return [read_lease(job, row) for row in rows]
 
@@ -246,22 +284,36 @@ class Bus:
         """
         if not keys:
             return []
-        rows = await self._functions.call("take", bus_keys(job), worker, token, *(_member(key) for key in keys))
+        names = [member_name(key) for key in keys]
+        rows = await self._functions.call("take", bus_keys(job), worker, token, "epoch", *names)
         return [read_lease(job, row) for row in rows]
 
-    async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
+    async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
         """Append segments of one or several episodes in one atomic call: all of them or none.
 
-        Segments already present are skipped. Fenced: an episode is not (or no longer) this worker's in this attempt.
-        Gap: the server holds less than the caller thinks. Conflict: the segment exists with other content, or its
-        episode has ended. The errors name the first such segment; the rest may be sent again without it.
+        Segments already present are skipped, and so is a snapshot that the episode has gone on from. Fenced: an episode
+        is not (or no longer) this worker's in this attempt. Gap: the server holds less than the caller thinks.
+        Conflict: the segment exists with other content, or its episode has ended. The errors name the first such
+        segment; the rest may be sent again without it.
         """
         args: list[str | bytes | int] = []
         for item in appends:
             if item.key.job != job:
                 raise ValueError(f"{item.key} is not an episode of job {job}")
+            if isinstance(item, Kept):
+                at = item.snapshot
+                args += [member_name(item.key), at.attempt, at.num_segments, "world", "", "", at.data, ""]
+                continue
             version = "" if item.version is None else item.version
-            args += [_member(item.key), item.attempt, item.index, int(item.final), version, _digest(item), item.payload]
+            args += [
+                member_name(item.key),
+                item.attempt,
+                item.index,
+                int(item.final),
+                version,
+                digest_of(item),
+                item.payload,
+            ]
             args.append(item.note[:MAX_NOTE_CHARS])
         if args:
             await self._functions.call("append", bus_keys(job), token, *args)
@@ -276,18 +328,18 @@ class Bus:
         for index, item in enumerate(kept):
             if (item.key, item.attempt, item.index, item.final) != (key, attempt, index, False):
                 raise ValueError(f"attempt {attempt} of {key} does not begin with segment {item.index} of {item.key}")
-            args += ["" if item.version is None else item.version, _digest(item), item.payload]
-        await self._functions.call("restart", bus_keys(key.job), token, _member(key), attempt, *args)
+            args += ["" if item.version is None else item.version, digest_of(item), item.payload]
+        await self._functions.call("restart", bus_keys(key.job), token, member_name(key), attempt, *args)
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         """Return episodes to the head of the queue. Skips those that the token does not (or no longer) hold."""
         if keys:
-            await self._functions.call("hand_back", bus_keys(job), token, *(_member(key) for key in keys))
+            await self._functions.call("hand_back", bus_keys(job), token, *(member_name(key) for key in keys))
 
     async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         """Return episodes that have had their share; they queue behind all waiting episodes."""
         if keys:
-            await self._functions.call("interrupt", bus_keys(job), token, *(_member(key) for key in keys))
+            await self._functions.call("interrupt", bus_keys(job), token, *(member_name(key) for key in keys))
 
     async def num_queued(self, job: str) -> int:
         """Number of episodes waiting for a worker."""
@@ -298,12 +350,12 @@ class Bus:
         await self._functions.call(
             "save_snapshot",
             bus_keys(key.job),
-            *(token, _member(key), snapshot.attempt, snapshot.num_segments, snapshot.data),
+            *(token, member_name(key), snapshot.attempt, snapshot.num_segments, snapshot.data),
         )
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
         """The newest snapshot."""
-        held = await self._functions.call("read_snapshot", bus_keys(key.job), _member(key))
+        held = await self._functions.call("read_snapshot", bus_keys(key.job), member_name(key))
         return None if held is None else Snapshot(int(held[0]), int(held[1]), held[2])
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
@@ -313,12 +365,74 @@ class Bus:
         three deaths of its workers are not charged; then the episode is a suspect, and ``lease`` gives no worker two
         suspects. Skips an episode that the token does not (or no longer) hold.
         """
-        await self._functions.call("fail", bus_keys(key.job), token, _member(key), reason[:MAX_REASON_CHARS])
+        await self._functions.call("fail", bus_keys(key.job), token, member_name(key), reason[:MAX_REASON_CHARS])
 
     async def read_episode(self, key: EpisodeKey) -> list[bytes]:
         """The appended segments of the current attempt, in order."""
-        payloads: list[bytes] = await self._functions.call("read_episode", bus_keys(key.job), _member(key))
+        payloads: list[bytes] = await self._functions.call("read_episode", bus_keys(key.job), member_name(key))
         return payloads
+
+    async def holder(self, key: EpisodeKey) -> str:
+        """The worker that holds the episode; empty for none. Its lease may be over."""
+        worker: bytes = await self._functions.call("holder_of", bus_keys(key.job), member_name(key))
+        return worker.decode()
+
+    async def was_erased(self, key: EpisodeKey) -> bool:
+        """Known until the episode's group is settled."""
+        return bool(await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "erased"))
+
+    # Rewards that come after their episode has ended. Whoever is sent one takes it: the key that it came with is proof,
+    # so no lease is needed. Times are Unix seconds of the caller's clock.
+
+    async def await_reward(self, token: str, end: Append, kept: bytes, deadline: float) -> None:
+        """End an episode but for its reward. ``end`` is its last segment, used if none comes until ``deadline``.
+
+        Raises the same errors as ``append``.
+        """
+        segment = (member_name(end.key), end.attempt, end.index, end.payload, digest_of(end))
+        rest = (kept, _ms(deadline), end.note[:MAX_NOTE_CHARS])
+        await self._functions.call("await_reward", bus_keys(end.key.job), token, *segment, *rest)
+
+    async def look_at_reward(
+        self, key: EpisodeKey, attempt: int, token: str, now: float, *, epoch: int | None = None
+    ) -> RewardWord | AwaitedReward:
+        """What a reward with this token would be for. ``epoch``: in which that attempt was dispatched."""
+        since = "" if epoch is None else epoch
+        row = await self._functions.call(
+            "look_at_reward", bus_keys(key.job), member_name(key), attempt, token, _ms(now), since
+        )
+        return read_awaited(row)
+
+    async def post_reward(self, end: Append, reward: PostedReward, *, seen: int, now: float) -> RewardWord:
+        """Pay a turn of an episode that waits. ``end`` is its last segment with that, if no more comes.
+
+        ``seen``: how many such rewards the caller has seen.
+        """
+        items = (reward.turn, float(reward.value).hex())
+        return await self._post(end, reward.token, now, seen, "turn", *items)
+
+    async def settle_reward(self, end: Append, token: str, *, seen: int, now: float) -> RewardWord:
+        """End the wait: ``end`` is the last segment, with the reward."""
+        return await self._post(end, token, now, seen, "end")
+
+    async def _post(self, end: Append, token: str, now: float, seen: int, *rest: str | int) -> RewardWord:
+        place = (member_name(end.key), end.attempt, token, _ms(now), seen * ITEMS_OF_A_REWARD)
+        segment = (end.payload, digest_of(end))
+        word: bytes = await self._functions.call("post_reward", bus_keys(end.key.job), *place, *segment, *rest)
+        return RewardWord(word.decode())
+
+    async def expire_rewards(self, job: str, token: str, *, now: float) -> int:
+        """End without a reward the episodes that waited too long; returns how many. For the job's trainer."""
+        count = 0
+        while True:
+            some = await self._functions.call("expire_rewards", bus_keys(job), token, _ms(now), EXPIRED_PER_CALL)
+            count += int(some)
+            if int(some) < EXPIRED_PER_CALL:
+                return count
+
+    async def waiting(self, job: str) -> Waiting:
+        episodes, late, missed, *groups = await self._functions.call("waiting", bus_keys(job))
+        return Waiting(int(episodes), int(late), int(missed), tuple(sorted(int(group) for group in groups)))
 
     async def reap(self, job: str) -> int:
         """Take back the episodes of workers whose lease is over; returns how many.
@@ -349,22 +463,13 @@ class Bus:
         return bool(ended)
 
 
+def _ms(seconds: float) -> int:
+    return round(1000 * seconds)
+
+
 def _numbers(position: str) -> tuple[int, int]:
     milliseconds, _, number = position.partition("-")
     return int(milliseconds), int(number or 0)
-
-
-def _member(key: EpisodeKey) -> str:
-    return f"{key.group}:{key.member}"
-
-
-def _digest(item: Append) -> str:
-    """Makes a resend recognizable; covers whether a segment ends its episode.
-
-    It detects defects, not forgery: any appender may append anything. A cryptographic digest took a fifth of the time
-    of a 16 KiB append.
-    """
-    return f"{crc32(item.payload):08x}{len(item.payload):x}" + ("f" if item.final else "")
 
 
 def _entries(reply: object) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
+from zlib_ng.zlib_ng import crc32
+
 from gspo_core.types import EpisodeKey, Split
 
 DropReason: TypeAlias = Literal[
@@ -20,6 +22,8 @@ DropReason: TypeAlias = Literal[
     "dropped_mismatch",
     "dropped_unreadable",
     "dropped_stale",
+    "dropped_late",
+    "dropped_erased",
     "dropped_trainer_lost",
     "dropped_job_over",
     "dropped_queue_damaged",
@@ -44,6 +48,10 @@ class EpisodeLease:
     """Consecutive leases that ended badly without getting further than ever before."""
     note: str = ""
     """The latest note on this attempt."""
+    epoch: int = 0
+    """Of the trainer that dispatched its group. After a loss of the queue attempts are counted anew, in a later one."""
+    reads: int = 0
+    """The newest schema of segments that this trainer reads; 0 for one of release 0.2.0 or before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class ReadyGroup:
     size: int
     dead: tuple[int, ...] = ()
     """Members without an outcome: they failed too often (see ``DeadLetter``)."""
+    num_waited: int = 0
+    """Members that had ended and then waited for their reward, whether it came or not."""
+    erased: tuple[int, ...] = ()
+    """Members of ``dead`` that were erased, perhaps after they had ended well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,8 @@ class Stage(StrEnum):
 
     QUEUED = "queued"
     HELD = "held"
+    WAITING = "waiting"
+    """For its reward: it has ended otherwise."""
     DONE = "done"
     DEAD = "dead"
 
@@ -121,6 +135,76 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A snapshot to be stored together with appends, in its place among them."""
+
+    key: EpisodeKey
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class PostedReward:
+    """One reward that came after the end of its episode."""
+
+    token: str
+    """Equal tokens mean the same reward; empty: none was given."""
+    turn: int
+    value: float
+
+
+class RewardWord(StrEnum):
+    """What became of a reward that came after the end of its episode."""
+
+    TAKEN = "taken"
+    AGAIN = "again"
+    """A reward with this token was taken before."""
+    CHANGED = "changed"
+    """Another reward came in between: look again."""
+    LATE = "late"
+    """The deadline is over."""
+    ENDED = "ended"
+    """The episode has its outcome, or began again, or its group is settled."""
+    PLAYING = "playing"
+    """It does not wait for a reward, or not yet."""
+
+
+class ErasedWord(StrEnum):
+    """What became of the wish to erase an episode."""
+
+    ERASED = "erased"
+    """Nothing of it is in the queue, now or since an earlier wish."""
+    SEALED = "sealed"
+    """Its group goes into a batch log just now."""
+    ABSENT = "absent"
+    """It is not in the queue (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedReward:
+    """An episode that has ended and waits for its reward."""
+
+    payload: bytes
+    """Its last segment, if no reward comes."""
+    kept: bytes
+    """What else whoever makes the one with a reward needs."""
+    posted: tuple[PostedReward, ...]
+    """Rewards of turns that came meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What of a job waits for rewards."""
+
+    num_episodes: int = 0
+    num_late: int = 0
+    """Rewards that came after the end of their episodes, ever."""
+    num_missed: int = 0
+    """Episodes whose reward did not come, ever."""
+    groups: tuple[int, ...] = ()
+    """Those of which nothing else is missing."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetter:
     """An episode that was given up."""
 
@@ -145,8 +229,21 @@ class QueueUsage:
     """Total ever written; the oldest are not kept."""
 
 
+def member_name(key: EpisodeKey) -> str:
+    return f"{key.group}:{key.member}"
+
+
+def digest_of(item: Append) -> str:
+    """Makes a resend recognizable; covers whether a segment ends its episode.
+
+    It detects defects, not forgery: any appender may append anything. A cryptographic digest took a fifth of the time
+    of a 16 KiB append.
+    """
+    return f"{crc32(item.payload):08x}{len(item.payload):x}" + ("f" if item.final else "")
+
+
 def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
-    group, member, attempt, num_segments, split, task_index, environment, size, failures, note = row
+    group, member, attempt, num_segments, split, task_index, environment, size, failures, note, epoch, reads = row
     return EpisodeLease(
         EpisodeKey(job, int(group), int(member)),
         attempt=int(attempt),
@@ -157,13 +254,19 @@ def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
         group_size=int(size),
         num_failures=int(failures),
         note=note.decode(),
+        epoch=int(epoch),
+        reads=int(reads),
     )
 
 
 def read_ready(row: Sequence[Any]) -> ReadyGroup:
-    group, split, task_index, environment, size, dead = row
-    members = tuple(sorted(int(member) for member in dead.split(b",") if member))
-    return ReadyGroup(int(group), Split(split.decode()), int(task_index), int(environment), int(size), members)
+    group, split, task_index, environment, size, dead, waited, erased = row
+    place = int(task_index), int(environment), int(size)
+    return ReadyGroup(int(group), Split(split.decode()), *place, _members(dead), int(waited), _members(erased))
+
+
+def _members(listed: bytes) -> tuple[int, ...]:
+    return tuple(sorted(int(member) for member in listed.split(b",") if member))
 
 
 def read_group(job: str, row: Sequence[Any]) -> GroupView:
@@ -185,6 +288,18 @@ def _read_episode(key: EpisodeKey, row: Sequence[Any]) -> EpisodeView:
         num_failures=int(failures),
         note=note.decode(),
     )
+
+
+def read_awaited(row: Sequence[Any]) -> RewardWord | AwaitedReward:
+    word, *rest = row
+    if word:
+        return RewardWord(word.decode())
+    payload, kept, *items = rest
+    triples = zip(items[::3], items[1::3], items[2::3], strict=True)
+    posted = tuple(
+        PostedReward(token.decode(), int(turn), float.fromhex(value.decode())) for token, turn, value in triples
+    )
+    return AwaitedReward(payload, kept, posted)
 
 
 def read_dead_letter(job: str, entry_id: bytes, fields: dict[bytes, bytes]) -> DeadLetter:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from services.files.job_dir import JobsDir
+from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord
 from services.process.telemetry import get_logger
 from services.state.functions import Functions
@@ -60,8 +60,7 @@ class Rebuild:
 
     async def _restore_all(self) -> int:
         count = 0
-        directories = await asyncio.to_thread(self._jobs_dir.accepted)
-        for job, directory in directories.items():
+        for job, directory in await asyncio.to_thread(self._answered_first):
             try:
                 count += await self._restore(check_job_id(job), JobRecords(directory))
             except Missing:
@@ -73,12 +72,18 @@ class Rebuild:
             get_logger().warning("jobs restored from their directories: Redis had lost them", num_jobs=count)
         return count
 
+    def _answered_first(self) -> list[tuple[str, JobDir]]:
+        """A job without a state may have been withdrawn by now, or be about to be, for another one of its key."""
+        return sorted(self._jobs_dir.accepted().items(), key=lambda job: not job[1].statuses.is_dir())
+
     async def _restore(self, job: str, directory: JobRecords) -> int:
         accepted, (revision, fields) = await asyncio.to_thread(
             lambda: (directory.accepted(), directory.newest_status())
         )
         if accepted.idempotency is not None:
-            await self._functions.call("reserve", service_keys(), accepted.idempotency, job)
+            holder = await self._functions.call("reserve", service_keys(), accepted.idempotency, job)
+            if not fields and holder.decode() != job:
+                return 0  # another job has its key: nobody was told of this one, and nobody will be
         record = {"spec": accepted.spec, "digest": accepted.digest, **(fields or _at_first(accepted))}
         flat = [text for item in record.items() for text in item]
         restored = int(await self._functions.call("restore_job", job_keys(job), max(revision, 1), *flat))

@@ -6,9 +6,17 @@ It does not decide how a caller reacts.
 
 from __future__ import annotations
 
+# How a refusal begins that is about an erased episode (`lua/queue_records.lua`).
+ERASED = "erased: "
+
 
 class Refused(Exception):
     """A function refused the call; ``detail`` gives the specifics."""
+
+    @classmethod
+    def of(cls, detail: str) -> Refused:
+        """As the server says it: the class, or one that is more exact."""
+        return cls(detail)
 
     def __init__(self, detail: str = "") -> None:
         super().__init__(f"{self.advice}: {detail}" if detail else self.advice)
@@ -21,6 +29,16 @@ class Fenced(Refused):
     """The caller has lost its lease: it must drop its work and write nothing else."""
 
     advice = "the lease was lost; drop the work and lease again"
+
+    @classmethod
+    def of(cls, detail: str) -> Refused:
+        return Erased(detail) if detail.startswith(ERASED) else cls(detail)
+
+
+class Erased(Fenced):
+    """The episode was erased while it was played: it has ended, for whoever plays it too."""
+
+    advice = "the episode was erased; drop the work"
 
 
 class Gap(Refused):

@@ -33,9 +33,15 @@ ROLLOUT_FUNCTIONS = (
     *("lease", "append", "restart", "hand_back", "fail", "requeue", "holders", "read_episode"),
     *("interrupt", "save_snapshot", "read_snapshot"),
     *("current_version", "describe_environment", "add_event"),
+    *("hold_engine_watch", "leave_engine_watch", "sight_engines"),
 )
-# Its episodes are played by agents, whose keys it signs; all else is as for a rollout worker.
-GATEWAY_FUNCTIONS = (*ROLLOUT_FUNCTIONS, "secret")
+# Its episodes are played by agents, whose keys it signs, to whom it offers them, and whose rewards may come late; all
+# else is as for a rollout worker.
+GATEWAY_FUNCTIONS = (
+    *(*ROLLOUT_FUNCTIONS, "secret", "offer", "expire_loan", "loans", "holder_of"),
+    *("await_reward", "look_at_reward", "post_reward"),
+    *("use_talk_key", "record_traffic"),
+)
 
 USERS: Mapping[str, Sequence[str]] = {
     "gspo-api": ("fcall", *CONNECTING, *READING, *WRITING, *GOVERNING),

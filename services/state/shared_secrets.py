@@ -1,7 +1,7 @@
 """Secrets of this installation that its processes make up by themselves and share.
 
-The rule: the first one stands, so all processes have the same; it never leaves them. A server that was wiped has a new
-one: what was signed before is then no longer known.
+The rule: the first one stands, so all processes have the same; it never leaves them. After a server was wiped, the
+first process to come back brings the secret that it had, if it had one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ SIZE_BYTES = 32
 AGENT_KEYS = "agent_keys"
 
 
-async def shared_secret(redis: RedisClient, name: str) -> bytes:
-    held: bytes = await Functions(redis).call("secret", service_keys(), name, secrets.token_bytes(SIZE_BYTES))
+async def shared_secret(redis: RedisClient, name: str, known: bytes | None = None) -> bytes:
+    """``known``: as this process knows it from before."""
+    offered = known or secrets.token_bytes(SIZE_BYTES)
+    held: bytes = await Functions(redis).call("secret", service_keys(), name, offered)
     return held

@@ -13,10 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from gspo_core.log.events import JobEvent
 from services.files.job_dir import JobsDir
 from services.state.client import RedisClient
 from services.state.environments import EnvironmentDescriptions
-from services.state.events import EventLog, JobEvent
+from services.state.events import EventLog
 from services.state.fleet import Fleet
 from services.state.functions import Functions
 from services.state.job_table import JobTable
@@ -93,6 +94,11 @@ class Store:
         self.fleet = Fleet(self._functions)
         self.metrics = MetricSeries(self._functions)
         self.environments = EnvironmentDescriptions(self._functions, jobs_dir, waits_for_room=waits_for_room)
+
+    @property
+    def functions(self) -> Functions:
+        """For what is not of every process."""
+        return self._functions
 
     async def load_functions(self) -> None:
         """Make sure the server has our functions; raises LibraryTooOld, LibraryTooNew."""

@@ -7,15 +7,18 @@ the job's directory knows the used numbers. A published version never changes. I
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo_core.log.manifests import decode_row, encode_row
-from gspo_core.types import WeightsManifest
+from gspo_core.versions import WeightsManifest
 from services.files.job_dir import JobsDir
 from services.files.job_records import JobRecords, RecordConflict, VersionRecord
 from services.state.functions import Functions
 from services.state.keys import job_key, job_keys
 from services.state.refusals import Conflict
+
+_AT_ONCE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,35 @@ class VersionTable:
         """All published manifests, in order."""
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
         return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
+
+    async def newest(self, job: str, count: int, *, below: int | None = None) -> list[tuple[Version, WeightsManifest]]:
+        """The newest versions, or the newest below one, the newest first: a job has as many as steps, and few are
+        looked at."""
+        names = await self._functions.redis.hkeys(job_key(job, "versions"))
+        numbers = sorted((number for number in map(int, names) if below is None or number < below), reverse=True)
+        manifests = await self._manifests(job, numbers[: count + 1])
+        found = []
+        for place, manifest in enumerate(manifests[:count]):
+            before = manifests[place + 1] if place + 1 < len(manifests) else None
+            if before is None or before.epoch == manifest.epoch:
+                parent = None if before is None else before.version
+            else:
+                parent = await self._newest_of_step(job, manifest.step, numbers[place + 1 :])
+            found.append((Version(manifest.version, manifest.epoch, manifest.step, parent), manifest))
+        return found
+
+    async def _newest_of_step(self, job: str, step: int, numbers: Sequence[int]) -> int | None:
+        for begin in range(0, len(numbers), _AT_ONCE):
+            for manifest in await self._manifests(job, numbers[begin : begin + _AT_ONCE]):
+                if manifest.step == step:
+                    return manifest.version
+        return None
+
+    async def _manifests(self, job: str, numbers: Sequence[int]) -> list[WeightsManifest]:
+        if not numbers:
+            return []
+        texts = await self._functions.redis.hmget(job_key(job, "versions"), [str(number) for number in numbers])
+        return [decode_row(text) for text in texts if text is not None]
 
     async def table(self, job: str) -> list[Version]:
         """Epoch, step and parent of all published versions, in order."""

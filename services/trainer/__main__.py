@@ -11,9 +11,10 @@ import os
 import sys
 from functools import partial
 
+from services.process.children import die_with_launcher
 from services.process.lifecycle import run_until_signalled
-from services.process.settings import load_settings
-from services.process.telemetry import configure_logging, get_logger
+from services.process.settings import SettingsError, load_settings
+from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 from services.trainer.attempt_process import AttemptProcesses, NotStarted, Start, start_python
 from services.trainer.serving import check_settings, serve
 
@@ -21,6 +22,7 @@ from services.trainer.serving import check_settings, serve
 async def train(start: Start, stop: asyncio.Event) -> None:
     settings = load_settings()
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
+    tell_unread_settings()
     check_settings(settings)
     async with AttemptProcesses(start) as attempts:
         capabilities = await attempts.capabilities(stop)
@@ -33,11 +35,15 @@ def run(start: Start = start_python) -> int:
     parser.add_argument("--grace-s", type=float, default=30.0, help="seconds to finish a step after SIGTERM")
     grace_s = parser.parse_args().grace_s
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
+        die_with_launcher()
         from services.trainer import torchrun  # imports torch
 
         return torchrun.run(grace_s)
     try:
-        return run_until_signalled(partial(train, start), grace_s=grace_s)
+        return run_until_signalled(partial(train, start), grace_s=grace_s, computes=True)
+    except SettingsError as error:
+        print(f"services.trainer: {error}", file=sys.stderr)
+        return 2
     except NotStarted as error:
         get_logger().error("the trainer exits", message=str(error))
         return 1

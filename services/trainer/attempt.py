@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from gspo_core.learner import UnsupportedModel
 from gspo_core.spec import JobSpec
+from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.files.disk_space import NoRoom, raising_no_room
@@ -101,7 +102,7 @@ async def run_attempt(
 ) -> AttemptEnd:
     """Run a whole attempt with its own connections."""
     assert settings.redis_url is not None, "the worker has looked"
-    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
+    async with connect(settings.redis_url) as redis, open_engines(EngineKeys.read(settings.engine_keys)) as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
             redis,

@@ -17,6 +17,7 @@ import sys
 import threading
 from typing import BinaryIO, NoReturn
 
+from services.process.own_secrets import hide_secrets
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging
 from services.trainer.attempt_messages import (
@@ -44,6 +45,7 @@ def main() -> NoReturn:
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)
     faulthandler.enable()
+    hide_secrets()
     settings = load_settings()
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
     asyncio.run(_serve(settings, answers))

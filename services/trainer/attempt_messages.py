@@ -15,9 +15,10 @@ from services.state.jobs import Claim, ReasonCode, StatusReason
 Capabilities: TypeAlias = dict[str, str | int]
 """The facts about a trainer that users check before giving it a job."""
 
-How: TypeAlias = Literal["succeeded", "cancelled", "released", "attempt_failed", "failed", "claim_lost"]
-"""``succeeded``, ``cancelled`` and ``failed`` end the job. ``attempt_failed`` counts as an attempt, ``released`` does
-not; after both, another attempt continues the job. After ``claim_lost`` the worker reports nothing to Redis."""
+How: TypeAlias = Literal["succeeded", "cancelled", "released", "yielded", "attempt_failed", "failed", "claim_lost"]
+"""``succeeded``, ``cancelled`` and ``failed`` end the job. ``attempt_failed`` counts as an attempt, ``released`` and
+``yielded`` (which only the worker says) do not; after these three, another attempt continues the job. After
+``claim_lost`` the worker reports nothing to Redis."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -11,21 +12,24 @@ from typing import TypeAlias
 import torch
 
 from gspo_core.learner import Learner
+from gspo_core.log.settings import learner_config
 from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.data_dir import DataDir
+from services.files.weight_deltas import write_delta
 from services.files.weights import WeightStore
 from services.process.settings import Settings
+from services.state.engine_sightings import EngineSightings
+from services.state.heard_engines import HeardEngines
 from services.state.queue import Bus
 from services.state.store import Claim, Store
 from services.trainer.attempt_messages import Capabilities
 from services.trainer.device import device_of
 from services.trainer.fleet.engines import EnginePool
-from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
+from services.trainer.fleet.weight_transport import AsAdapters, AsDeltas, FromDisk, ThroughGroup, WeightTransport
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.step_settings import learner_config
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import AnyLearner, RankedLearner
 from services.trainer.ranks.lines import Place
@@ -50,7 +54,8 @@ def make_run(
     """Build the step loop of a claimed job."""
     job_dir = DataDir(settings.data_dir).jobs.job(claim.job_id)
     job_dir.path.mkdir(parents=True, exist_ok=True)
-    weights = WeightStore(job_dir)
+    is_delta = spec.rollout.weight_transport == "delta"
+    weights = WeightStore(job_dir, write_delta=write_delta if is_delta else None)
     engines = EnginePool(
         store,
         claim.job_id,
@@ -62,6 +67,7 @@ def make_run(
         sync=spec.rollout.weight_sync,
         transport=make_transport(spec),
         lease_s=settings.lease_s,
+        heard=HeardEngines(EngineSightings(store.functions, time.monotonic), time.monotonic),
     )
     services = Services(
         bus=bus,
@@ -121,7 +127,15 @@ def make_ranked_learner(spec: JobSpec, place: Place, followers: Followers) -> Ra
 
 
 def make_transport(spec: JobSpec) -> WeightTransport:
-    return ThroughGroup(device=device_here(spec)) if spec.rollout.weight_transport == "group" else FromDisk()
+    match spec.rollout.weight_transport:
+        case "group":
+            return ThroughGroup(device=device_here(spec))
+        case "delta":
+            return AsDeltas()
+        case "adapter":
+            return AsAdapters()
+        case "disk":
+            return FromDisk()
 
 
 def device_here(spec: JobSpec) -> str:

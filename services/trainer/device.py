@@ -1,4 +1,7 @@
-"""Picks the device for a job and checks that a trainer has it. Must not import torch: the worker uses it too."""
+"""Picks the device for a job, and checks that a trainer has it and ranks that can be divided as the job asks.
+
+Must not import torch: the worker uses it too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from functools import lru_cache
 
 from pydantic import ValidationError
 
+from gspo_core.plan import arrangement_problem
 from gspo_core.spec import JobSpec
 
 
@@ -21,12 +25,14 @@ def device_of(spec: JobSpec, *, has_gpu: bool) -> str:
 
 
 @lru_cache(maxsize=1000)
-def unfit(spec: str, *, has_gpu: bool) -> str | None:
-    """Return why a trainer with or without a GPU cannot train this specification, or None if it can."""
+def unfit(spec: str, *, has_gpu: bool, num_ranks: int = 1) -> str | None:
+    """Return why a trainer of so many ranks, with or without a GPU, cannot train this specification, or None."""
     try:
-        device_of(JobSpec.model_validate_json(spec), has_gpu=has_gpu)
+        job = JobSpec.model_validate_json(spec)
+        device_of(job, has_gpu=has_gpu)
     except NoSuchDevice as error:
         return str(error)
     except ValidationError:
         return None  # the trainer that claims it reports the error
-    return None
+    problem = arrangement_problem(job.learner, num_ranks)
+    return problem and f"{problem}: the job waits for a trainer that has them"

@@ -17,34 +17,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.learner import check_state
+from gspo_core.learner import check_state, computing
+from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
+from gspo_core.log.steps import logged_sequences, settle
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import Split, StepReport
+from gspo_core.types import Split
+from gspo_core.versions import StepReport
+from services.files.batch_archive import History, archived
 from services.files.batch_log import spent
 from services.files.trained_log import TrainedLog
 from services.process.first_to_end import first_to_end
 from services.state.store import Claim, StatusReason
+from services.trainer.fall_guard import FallGuard
 from services.trainer.fleet.parity import Held, ParityGate
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.batch_selection import BatchSelection
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.proven_environments import ProvenEnvironments
-from services.trainer.groups.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.past.background_writer import BackgroundWriter
+from services.trainer.past.origin import fed_batches, seed
 from services.trainer.past.recovery import recover
 from services.trainer.ranks.learner import AnyLearner, Written
 from services.trainer.run_context import RunContext, Services
 from services.trainer.run_phase import Phase
 from services.trainer.stopping import StopConditions
 from services.trainer.telling.environments import DescribedEnvironments
+from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.hindrances import Hindrances
 from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.players import kind_of
@@ -71,6 +79,7 @@ class JobRun:
         """The stop condition that ended the run."""
         self._saved_step = -1
         """The step of the newest checkpoint written by this process."""
+        self._guard = FallGuard(context)
         self._admission = Admission(context)
         self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
         self._proven = ProvenEnvironments(services.intake)
@@ -96,8 +105,9 @@ class JobRun:
         try:
             engines, intake = self._services.engines, self._services.intake
             watchdog = Watchdog(self._signs, lambda: self._spec.watchdog, self._warn, self._excuse)
-            beside = (engines.run(), intake.run(), self._gate.run(), watchdog.run(), self._hindrances.run())
-            await first_to_end(self._train(), *beside)
+            of_episodes = (engines.run, intake.run, self._gate.run, self._hindrances.run, self._context.late.run)
+            beside = () if self._spec.recorded is not None else of_episodes  # it needs none of what they look after
+            await first_to_end(self._train(), watchdog.run(), *(start() for start in beside))
             self.phase.finish(self._ending)
         finally:
             await self._services.engines.release()
@@ -108,7 +118,7 @@ class JobRun:
 
     async def _excuse(self) -> str:
         """Return why no other trainer could make progress either, or an empty string."""
-        return self._hindrances.excuse
+        return self._hindrances.excuse or self._context.late.excuse
 
     async def _warn(self, message: str) -> None:
         await self._reports.stands_still(self._lineage.step, message)
@@ -121,6 +131,8 @@ class JobRun:
         try:
             await self._train_with(learner)
         finally:
+            for behind in (self._publishing, self._saving):
+                await behind.end()
             learner.close()
 
     async def _train_with(self, learner: AnyLearner) -> None:
@@ -134,6 +146,11 @@ class JobRun:
         await self._publish(
             await asyncio.to_thread(learner.copy_weights), self._context.held.version, self._lineage.step
         )
+        if spec.recorded is not None:
+            await self._train_recorded(learner)
+            return
+        if await self._is_fed(learner):
+            return
         described = DescribedEnvironments(services.store, self._job, status, kind=kind_of(spec))
         num_tasks = await described.num_tasks(len(spec.environments))
         weights = [one.weight for one in spec.environments]
@@ -152,8 +169,73 @@ class JobRun:
             await self._loop(learner, evaluator)
         finally:
             evaluator.cancel()
-            for behind in (self._publishing, self._saving):
-                await behind.end()
+
+    async def _is_fed(self, learner: AnyLearner) -> bool:
+        """Train a fork on the batches that it was brought; return whether that was all that it had to do."""
+        batches = fed_batches(self._services.job_dir, self._spec, self._lineage.step)
+        if (first := next(batches, None)) is None:
+            return False
+        await self._services.status.started()
+        for batch in chain([first], batches):
+            if await self._is_over(learner):
+                break
+            await self._step_on(learner, batch)
+            if self._spec.has_checkpoint(self._lineage.step):
+                await self._checkpoint(learner)
+        if not await self._is_over(learner):
+            return False
+        await self._save_the_rest(learner)
+        return True
+
+    async def _train_recorded(self, learner: AnyLearner) -> None:
+        """Take the steps of a job that is trained on recorded episodes and on nothing else."""
+        await self._services.status.started()
+        self.phase.enter(Phase.STEPPING)
+        batches = fed_batches(self._services.job_dir, self._spec, self._lineage.step)
+        while not await self._is_over(learner):
+            if await self._hold():
+                continue
+            if (batch := await asyncio.to_thread(next, batches, None)) is None:
+                break
+            await self._step_on(learner, batch)
+            if self._spec.has_checkpoint(self._lineage.step):
+                await self._checkpoint(learner)
+        self.phase.enter(Phase.CLOSING)
+        await self._save_the_rest(learner)
+
+    async def _step_on(self, learner: AnyLearner, logged: LoggedBatch) -> None:
+        """Take a step on a batch of another job: logged as the job's own, with its own settings."""
+        epoch, log, tuning, clock = (
+            self._claim.epoch,
+            self._services.batch_log,
+            self._context.tuning,
+            self._services.clock,
+        )
+        extra: BatchExtra = {**logged.extra, "settings": tuning.logged(), "computed": computing(self._spec)}
+        await self._disk.write(
+            f"the batch of step {logged.step}", log.write, epoch, logged.step, list(logged.groups), extra
+        )
+        started, batch = clock(), logged_sequences(logged, self._spec.objective.advantage)
+        metrics = batch.metrics | group_metrics(logged.groups)
+        metrics |= staleness_metrics(batch.sequences, self._spec.rollout.staleness_cap)
+        metrics |= await asyncio.to_thread(learner.step, batch.sequences)
+        settle(self._lineage, logged)
+        self._lineage.num_published -= len(logged.groups)  # counted when they are
+        metrics |= {"time/train_s": clock() - started, "settings/version": float(tuning.version)}
+        await self._hand_on(learner, batch, metrics, len(logged.groups))
+
+    async def _hand_on(
+        self, learner: AnyLearner, batch: TrainBatch, metrics: Mapping[str, float], num_groups: int
+    ) -> None:
+        """Publish and report the step just trained, while the next one is."""
+        self._num_unpublished += num_groups
+        await self._log_trained(batch, learner.trained_logprobs)
+        await self._name_weights(learner)
+        weights = await asyncio.to_thread(learner.copy_weights)
+        await self._publishing.finish()
+        self._stopping.note(self._lineage.step, metrics)
+        report = StepReport(self._lineage.step, self._context.held.version, self._claim.epoch, metrics)
+        await self._publishing.start(self._publish_step(weights, report, num_groups, learner.alarms, admits=False))
 
     async def _loop(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         services, status = self._services, self._services.status
@@ -168,20 +250,24 @@ class JobRun:
         self.phase.enter(Phase.STEPPING)
         await self._take_steps(learner, evaluator)
         self.phase.enter(Phase.CLOSING)
-        await self._publishing.finish()
-        if self._saved_step < self._lineage.step and self.phase.saves:
-            await self._checkpoint(learner)
-        await self._saving.finish()
+        await self._save_the_rest(learner)
         if self.phase.is_cut_short:
             return
         await services.engines.wait_for(self._context.newest)
         await evaluator.finish()
         await evaluator.play(self._lineage.step, self._context.newest.version)
 
+    async def _save_the_rest(self, learner: AnyLearner) -> None:
+        await self._publishing.finish()
+        if self._saved_step < self._lineage.step and self.phase.saves:
+            await self._checkpoint(learner)
+        await self._saving.finish()
+
     async def _take_steps(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         while not await self._is_over(learner):
             if not await self._hold() and await self._step(learner):
                 await self._after_step(learner, evaluator)
+            await self._guard.act()
 
     async def _hold(self) -> bool:
         """Wait while the user keeps the job paused; return False if it was not paused."""
@@ -217,6 +303,9 @@ class JobRun:
         """Resume where earlier epochs stopped, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
         every = self._spec.checkpoint_every
+        await self._disk.write("what it is forked from", seed, services.job_dir, self._spec, services.checkpoints)
+        if (back := (await services.store.jobs.get(self._job)).went_back) is not None:
+            await self._disk.write("where it goes back to", services.checkpoints.go_back, *back)
         found = await asyncio.to_thread(
             recover,
             learner,
@@ -225,8 +314,12 @@ class JobRun:
             epoch,
             self._context.tuning,
             checkpoint_every=every,
+            is_for_good=self._spec.checkpoints.is_for_good,
         )
+        if self._spec.parent is not None and found.reached.step < self._spec.parent.step:
+            raise JobFailure("data_damaged", "none of its checkpoints is intact, nor the one that it was forked with")
         self._lineage.become(found.lineage)
+        await self._guard.recall()  # before a checkpoint is saved, for which older ones are removed
         self._saved_step = found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
         for store in (services.batch_log, services.weights):
@@ -247,9 +340,11 @@ class JobRun:
         if groups is None:
             return False
         taken = clock()
-        batch = train_batch(groups, self._staleness.of, self._spec.objective.advantage)
+        cap, any_age = self._spec.rollout.staleness_cap, self._batches.any_age
+        advantage = self._spec.objective.advantage
+        batch = train_batch(groups, self._staleness.of, advantage, any_age, cap, keep_groups=True)
         metrics = batch.metrics | group_metrics(groups)
-        metrics |= staleness_metrics(batch.sequences, self._spec.rollout.staleness_cap)
+        metrics |= staleness_metrics(batch.sequences, cap)
         metrics |= self._batches.take_metrics()
         metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         trained = clock()
@@ -281,14 +376,15 @@ class JobRun:
         await self._disk.write(f"the training log of step {step}", log.write, self._claim.epoch, step, found)
 
     async def _publish_step(
-        self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm]
+        self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm], *, admits: bool = True
     ) -> None:
-        """Publish and report a trained step while the next one trains."""
+        """Publish and report a trained step while the next one trains. ``admits``: groups may be started."""
         services, started = self._services, self._services.clock()
         await self._publish(weights, report.version, report.step)
         self._lineage.num_published += num_groups
         self._num_unpublished -= num_groups
-        await self._admission.admit()
+        if admits:
+            await self._admission.admit()
         metrics = {
             **report.metrics,
             "time/publish_s": services.clock() - started,
@@ -303,15 +399,18 @@ class JobRun:
     async def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {f"eval/{name}": value for name, value in metrics.items()}
         self._stopping.note(step, values)
+        self._guard.note(step, values)
         what = f"the evaluation of step {step}"
         await self._disk.wait_for_room(what, lambda: self._reports.evaluation(step, values))
 
     async def _after_step(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         step, spec = self._lineage.step, self._spec
-        if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
+        is_evaluated = spec.evaluation is not None and step % spec.evaluation.every == 0 and step < spec.steps
+        if is_evaluated:
             await self._publishing.finish()
+            self._guard.expect(step)
             await evaluator.start(step, self._context.newest.version)
-        if step % spec.checkpoint_every == 0:
+        if spec.has_checkpoint(step) or (is_evaluated and self._guard.keeps_evaluated):
             await self._checkpoint(learner)
 
     async def _checkpoint(self, learner: AnyLearner) -> None:
@@ -330,16 +429,28 @@ class JobRun:
         await self._disk.write(
             f"the checkpoint of step {position.step}", checkpoints.write, position, lineage, state.write
         )
-        step = await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep, check_state)
+        keep = self._spec.checkpoints.keep
+        step = await asyncio.to_thread(checkpoints.collect, keep, check_state, self._is_spared)
         await asyncio.to_thread(self._collect_batches, step)
         data = {"step": position.step, "epoch": position.epoch}
         await self._services.store.events.add(self._job, "checkpoint", data, token=self._claim.token)
 
+    def _is_spared(self, position: Position) -> bool:
+        """Whether a checkpoint stays, however many are newer."""
+        kept = self._spec.checkpoints
+        # Where a fork began: on the other side of it is its parent's history, which may be long.
+        is_beginning = kept.keep_every is not None and position.epoch == 0
+        return kept.is_for_good(position.step) or is_beginning or self._guard.is_spared(position)
+
     def _collect_batches(self, after_step: int) -> None:
-        log = self._services.batch_log
+        log, kept = self._services.batch_log, self._spec.checkpoints
         # List once, so that the log of a step written meanwhile is not included.
-        gone = spent(log.steps(), after_step, self._spec.checkpoints.keep_batches)
+        gone = spent(log.written(), after_step, kept.keep_batches)
         TrainedLog(self._services.job_dir).remove(gone)
+        if kept.archive == "all":
+            begun_after = self._spec.parent.step if self._spec.parent is not None else 0
+            past = History(self._claim.epoch, self._staleness.forks, begun_after)
+            gone = archived(self._services.job_dir, gone, past, kept.archive_bytes)
         log.remove(gone)
 
     async def _name_weights(self, learner: AnyLearner) -> None:

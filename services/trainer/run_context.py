@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
 from gspo_core.spec import JobSpec
-from gspo_core.types import WeightsManifest
+from gspo_core.versions import WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
@@ -21,8 +22,8 @@ from services.state.store import Claim, Store
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.parity import Held
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.late_rewards import LateRewards
 from services.trainer.groups.staleness import StalenessTable
-from services.trainer.groups.step_settings import Tuning
 from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.failure import AlertKind
@@ -46,6 +47,8 @@ class Services:
     budget_bytes: int | None = None
     """The byte budget of the job in Redis."""
     clock: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.time
+    """Unix seconds, as the gateways count them."""
     listeners: Sequence[Listener] = ()
     """Extra receivers of every metric, beside the store and the job's files."""
 
@@ -64,6 +67,7 @@ class RunContext:
         self.lineage = Lineage()
         self.ages = StalenessTable(claim.epoch, self.lineage)
         self.disk = DiskWaits(self.alert)
+        self.late = LateRewards(services.bus, claim, lambda: self.spec, services.now)
 
     @property
     def job(self) -> str:
@@ -80,8 +84,9 @@ class RunContext:
 
     @property
     def fills_step(self) -> bool:
-        """Whether the groups in flight suffice for one more step."""
-        return sum(1 for _ in self.lineage.owed()) >= self.spec.groups_per_step
+        """Whether the groups in flight suffice for one more step, without those that wait for rewards."""
+        owed = set(self.lineage.owed())
+        return len(owed) - len(self.late.waiting(owed)) >= self.spec.groups_per_step
 
     async def alert(self, kind: AlertKind, message: str) -> None:
         data = {"step": self.lineage.step, "kind": kind, "message": message}

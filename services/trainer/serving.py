@@ -8,18 +8,26 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping
 from functools import partial
 
+from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.engines.protocol import info_calls
 from services.files.data_dir import DataDir
+from services.process.account import tell_of_root
 from services.process.cancelling import cancel_all
+from services.process.first_to_end import first_to_end
 from services.process.health import Health
 from services.process.settings import Settings
 from services.state.client import connect
 from services.state.drains import Drains
 from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.engine_sightings import EngineSightings
+from services.state.first_contact import first_contact
+from services.state.heard_engines import HeardEngines, seldom_asked
+from services.state.installation import Installation
 from services.state.queue import Bus
 from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
@@ -40,7 +48,7 @@ async def serve(
     settings: Settings, stop: asyncio.Event, attempts: Attempts, capabilities: Mapping[str, str | int]
 ) -> None:
     assert settings.redis_url is not None
-    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
+    async with connect(settings.redis_url) as redis, open_engines(EngineKeys.read(settings.engine_keys)) as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
             redis,
@@ -49,12 +57,21 @@ async def serve(
             jobs_dir=DataDir(settings.data_dir).jobs,
             waits_for_room=True,
         )
-        await bus.load_functions()
-        await warn_if_weaker(redis)
-        await store.rebuild()
+        installation = Installation(redis, DataDir(settings.data_dir))
 
+        async def meet() -> bool:
+            await bus.load_functions()
+            await installation.check()
+            await warn_if_weaker(redis)
+            await store.rebuild()
+            return True
+
+        if not await first_contact(stop, meet):
+            return
+        tell_of_root()
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
-        engines = info_calls(map(engine_at, settings.engine_urls), ANSWER_S)
+        heard = HeardEngines(EngineSightings(store.functions, time.monotonic), time.monotonic)
+        engines = seldom_asked(info_calls(map(engine_at, settings.engine_urls), ANSWER_S), heard)
         beats = EngineBeats(store.fleet, engines, lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         leaving = asyncio.Event()
@@ -66,11 +83,12 @@ async def serve(
             attempts,
             lease_s=settings.lease_s,
             capabilities=capabilities,
-            unfit=partial(unfit, has_gpu=capabilities["device"] == "cuda"),
+            unfit=partial(unfit, has_gpu=capabilities["device"] == "cuda", num_ranks=int(capabilities["num_ranks"])),
+            yield_after_s=settings.yield_after_s,
         )
         try:
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
-                await worker.run(stop, leaving)
+                await first_to_end(worker.run(stop, leaving), installation.run())
         finally:
             await cancel_all([beating, asking], again_after_s=0.1)

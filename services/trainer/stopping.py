@@ -37,7 +37,7 @@ class StopConditions:
         if step >= spec.steps:
             return StatusReason("steps_done", f"all {spec.steps} steps are done")
         stop = spec.stop
-        await self._watch({one.series for one in (stop.reward, stop.no_progress) if one is not None})
+        await self._watch({one.series for one in (stop.reward, stop.no_progress) if one is not None}, step)
         if stop.reward is not None and (said := self._is_good_enough(stop.reward)):
             return StatusReason("reward_reached", said)
         if stop.no_progress is not None and (said := self._rises_no_more(stop.no_progress)):
@@ -48,11 +48,12 @@ class StopConditions:
                 return StatusReason("time_over", f"{elapsed_s:.0f} s have passed; the limit is {stop.wall_time_s:g} s")
         return None
 
-    async def _watch(self, wanted: set[str]) -> None:
-        """Watch the ``wanted`` series, loading their earlier values from the store."""
+    async def _watch(self, wanted: set[str], step: int) -> None:
+        """Watch the ``wanted`` series, loading their earlier values from the store. Values after ``step`` are of a
+        history that the job has left."""
         if wanted == self._series.keys():
             return
-        rows = await self._store.metrics.read(self._job)
+        rows = [row for row in await self._store.metrics.read(self._job) if row["step"] <= step]
         self._series = {name: {row["step"]: row[name] for row in rows if name in row} for name in wanted}
 
     def _is_good_enough(self, target: RewardTarget) -> str:

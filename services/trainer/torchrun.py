@@ -124,7 +124,7 @@ def run(grace_s: float) -> int:
     place = Place.of_this_process()
     try:
         if place.is_first:
-            return run_until_signalled(partial(lead, place), grace_s=grace_s)
+            return run_until_signalled(partial(lead, place), grace_s=grace_s, computes=True)
         asyncio.run(follow(place))
         return 0
     except (RanksLost, FirstRankLost) as error:

@@ -27,6 +27,7 @@ from services.state.jobs import fits
 from services.state.queue import Bus, Fenced
 from services.state.store import Claim, JobNotFound, StatusReason, Store
 from services.trainer.attempt_messages import AttemptEnd
+from services.trainer.giving_way import GivingWay, Standstill
 from services.trainer.queued_models import QueuedModels
 from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 
@@ -58,8 +59,10 @@ class TrainerWorker:
         lease_s: float = 30.0,
         capabilities: Mapping[str, str | int] = MappingProxyType({}),
         unfit: Callable[[str], str | None] = fits,
+        yield_after_s: float | None = None,
     ) -> None:
-        """``unfit`` returns why this trainer cannot run a specification, or None."""
+        """``unfit`` returns why this trainer cannot run a specification, or None. ``yield_after_s``: after so long
+        without progress a job gives way to one that waits; None: never."""
         self._store = store
         self._bus = bus
         self._name = name
@@ -69,6 +72,7 @@ class TrainerWorker:
         self._left: dict[str, tuple[Claim, StatusReason]] = {}
         """Jobs still to be released, with the reason."""
         self._queued = QueuedModels(store, name, unfit)
+        self._giving_way = None if yield_after_s is None else GivingWay(store, bus, unfit, yield_after_s)
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
@@ -139,12 +143,30 @@ class TrainerWorker:
         if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
             return AttemptEnd.because("cancelled", CANCELLED)
         ends: list[AttemptEnd] = []
+        leaving_job = asyncio.Event()
+        yielded: list[Standstill] = []
 
         async def attempt() -> None:
-            ends.append(await self._attempts.run(claim, spec, stop, leaving))
+            ends.append(await self._attempts.run(claim, spec, stop, leaving_job))
 
-        beside = self._beat(claim), self._free_what_the_lost_held(claim), self._look_at_queued_models()
+        async def leave() -> None:
+            await leaving.wait()
+            leaving_job.set()
+            await asyncio.Event().wait()
+
+        async def give_way(giving_way: GivingWay) -> None:
+            yielded.append(await giving_way.wait(claim.job_id))
+            leaving_job.set()
+            await asyncio.Event().wait()
+
+        beside = [self._beat(claim), self._free_what_the_lost_held(claim), self._look_at_queued_models(), leave()]
+        if self._giving_way is not None:
+            beside.append(give_way(self._giving_way))
         await first_to_end(attempt(), *beside)
+        if yielded and ends[0].how == "released" and not (stop.is_set() or leaving.is_set()):
+            job = await self._store.jobs.get(claim.job_id)
+            if job.step == yielded[0].step:  # else it was in the middle of a long step
+                return AttemptEnd("yielded", "yielded", yielded[0].message)
         return ends[0]
 
     async def _tell(self, claim: Claim, end: AttemptEnd) -> None:
@@ -157,6 +179,9 @@ class TrainerWorker:
             case "released":
                 self._left[job] = claim, StatusReason(end.code, end.message)
                 log.info("the job was released; any trainer may claim it")
+            case "yielded":
+                await store.jobs.yield_trainer(job, token, StatusReason(end.code, end.message))
+                log.info("the job gives its trainer to one that waits")
             case "attempt_failed":
                 log.warning("this attempt failed")
                 if end.code == QUEUE_DAMAGED:  # the next attempt dispatches its groups again

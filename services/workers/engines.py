@@ -15,18 +15,25 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.engine_label import EngineLabel, NotALabel
-from gspo_core.types import CacheMode, WeightsManifest
+from gspo_core.types import CacheMode
+from gspo_core.versions import WeightsManifest
 from services.engines.errors import EngineError, EngineRejected, NoSuchKind
-from services.engines.protocol import Connect, Engine, Generation, info_within
+from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
 from services.episodes.retry import Retrier
+from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
+from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineState
+from services.workers.engine_watch import EngineWatch, Hearsay
 from services.workers.in_flight import InFlightLimit
 
 # How often the table of engines is read again. New weights come a second or more apart; meanwhile the spans are right.
 REFRESH_S = 0.1
+# Where another process looks at the engines: how long to wait for news of them, and for more of the same news.
+NEWS_S = 1.0
+MORE_NEWS_S = 0.01
 # An engine that has not told its label for so long gets no new requests; those in flight go on.
 LABEL_TIMEOUT_S = 2.0
 # How often engines are asked how busy they are.
@@ -61,6 +68,14 @@ class WatchedEngine:
     """Requests that wait for this engine because it knows their prefix."""
     last_answer: float = 0.0
     """When it last told its label."""
+    hearsay: Hearsay = field(default_factory=Hearsay)
+    load_number: int = 0
+    """Of the last load that was told."""
+
+    @property
+    def reported(self) -> str:
+        """The label in its trainer's report."""
+        return self.record.label if self.record else ""
 
     @property
     def num_requests(self) -> int:
@@ -85,6 +100,12 @@ class WatchedEngine:
         if (record := self.record) is None:
             return True
         return record.job in (None, job) and (record.state is None or record.state.may_be_asked)
+
+    def take_load(self, load: EngineLoad) -> None:
+        """Good enough to give it no more requests than it runs. A pause teaches nothing."""
+        self.num_waiting = load.num_waiting
+        if not self.is_switching and load.age_s <= LOAD_S:
+            self.limit.report(num_ours=self.num_requests, num_running=load.num_running, num_waiting=load.num_waiting)
 
     def abandon(self) -> None:
         """Sends its requests elsewhere: it left the table or fell silent."""
@@ -120,7 +141,10 @@ class EngineTable:
         *,
         silence_s: float = SILENCE_S,
         make_limit: Callable[[], InFlightLimit] = InFlightLimit,
+        sightings: EngineSightings | None = None,
     ) -> None:
+        """With ``sightings`` one process looks at the engines for all; without, this one does so for itself."""
+        self._sightings = sightings
         self._fleet = fleet
         self._retrier = retrier
         self._make_limit = make_limit
@@ -139,14 +163,55 @@ class EngineTable:
 
     async def watch(self) -> None:
         """Until cancelled."""
+        if self._sightings is None:
+            await self._refresh_often()
+        else:
+            watch = EngineWatch(self._sightings, self._engines.values, self._retrier, self._clock)
+            await first_to_end(self._refresh_at_news(self._sightings), watch.run())
+
+    async def _refresh_often(self) -> None:
         while True:
             await self.refresh()
             await asyncio.sleep(REFRESH_S)
+
+    async def _refresh_at_news(self, sightings: EngineSightings) -> None:
+        while True:
+            await self.refresh()
+            read_at = self._clock()
+            while self._clock() - read_at < NEWS_S:
+                told = await self._retrier.try_once(sightings.news, NEWS_S)
+                await asyncio.sleep(REFRESH_S if told is None else MORE_NEWS_S)
+                if told is None or any(told):
+                    break  # what is registered has changed, too
+                await self._read_sightings(sightings)
 
     async def refresh(self) -> None:
         records = await self._retrier.try_once(self._fleet.engines)
         if records is not None:  # otherwise the last table stands
             self._update(records)
+        if self._sightings is None:
+            await self._ask_all()
+        else:
+            await self._read_sightings(self._sightings)
+
+    async def _read_sightings(self, sightings: EngineSightings) -> None:
+        seen = await self._retrier.try_once(sightings.all)
+        if seen is not None:
+            await asyncio.gather(*(self._hear_of(one, seen.get(one.url)) for one in self._engines.values()))
+
+    async def _hear_of(self, engine: WatchedEngine, seen: Sighting | None) -> None:
+        now = self._clock()
+        engine.hearsay.hear(seen, now)
+        label = engine.hearsay.label(engine.record.report if engine.record else None, now)
+        if label is not None:
+            self._note(engine, EngineLabel.parse_or_none(label))
+        elif engine.hearsay.may_ask(now):
+            await self._read_label(engine)
+        if seen is not None and seen.load_number != engine.load_number:
+            engine.load_number = seen.load_number
+            engine.take_load(EngineLoad(seen.num_running, seen.num_waiting, 0, seen.load_age_s))
+
+    async def _ask_all(self) -> None:
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
         if self._clock() - self._asked_load_at >= LOAD_S:
             self._asked_load_at = self._clock()
@@ -154,7 +219,9 @@ class EngineTable:
 
     async def _read_label(self, engine: WatchedEngine) -> None:
         info = await info_within(engine.client, LABEL_TIMEOUT_S)
-        label = EngineLabel.parse_or_none(info.label) if info else None
+        self._note(engine, EngineLabel.parse_or_none(info.label) if info else None)
+
+    def _note(self, engine: WatchedEngine, label: EngineLabel | None) -> None:
         if label != engine.label:
             get_logger().info("engine", url=engine.url, label=str(label or ""), before=str(engine.label or ""))
         engine.label = label
@@ -198,15 +265,12 @@ class EngineTable:
 
 
 async def _read_load(engine: WatchedEngine) -> None:
-    """Good enough to give it no more requests than it runs. A pause teaches nothing."""
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
             load = await engine.client.load()
     except (EngineError, TimeoutError):
         return
-    engine.num_waiting = load.num_waiting
-    if not engine.is_switching and load.age_s <= LOAD_S:
-        engine.limit.report(num_ours=engine.num_requests, num_running=load.num_running, num_waiting=load.num_waiting)
+    engine.take_load(load)
 
 
 @dataclass(eq=False, slots=True)
@@ -297,6 +361,7 @@ class JobEngines:
         temperature: float,
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
+        sampling_seed: int | None = None,
     ) -> Sampled:
         started, num_failures = self._clock(), 0
         refused_by: set[str] = set()
@@ -309,6 +374,7 @@ class JobEngines:
                 temperature=temperature,
                 stop_token_ids=sorted(stop_token_ids),
                 extra_key=(key := str(engine.label)),
+                sampling_seed=sampling_seed,
                 vocab_size=self._vocab_size,
             )
             try:

@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from structlog.typing import FilteringBoundLogger
+
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
@@ -22,7 +24,7 @@ from services.episodes.policy import Drained, Interrupted
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
 from services.state.refusals import Conflict, Refused
-from services.workers.setting import EpisodeSetting, GoOn, Order, Past, Playing, Recorded, Rewind
+from services.workers.setting import AwaitsReward, EpisodeSetting, GoOn, Order, Past, Playing, Recorded, Rewind
 from services.workers.timings import Timings
 
 # How often an episode may lose its environment without a culprit before that counts as a failure too.
@@ -44,7 +46,6 @@ class Episode:
         self._timings = Timings()
         self._is_suspect = False
         """It may have taken its last session down."""
-        self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
         """The stop reason, once the outcome is durable. Raises ``Drained``, ``Interrupted``, ``Fenced`` or ``Gap``."""
@@ -55,8 +56,8 @@ class Episode:
             try:
                 async with self._order.quarantine.entry(self._setting.leaving):
                     with self._setting.spans.trace("episode", str(self._order.key), **self._described()):
-                        outcome, spent = await self._play(attempt, session)
-                await self._setting.outbox.append([recorded.close(outcome, spent=spent)])
+                        ending, spent = await self._play(attempt, session)
+                stop = await self._store_end(recorded, ending, spent)
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 if not self._is_charged(failure, past) and isinstance(failure, EnvironmentFailed):
                     past = await self._go_on_after(failure, recorded, past)
@@ -66,8 +67,24 @@ class Episode:
                         return await self._give_up()
                 await self._setting.retrier.pause(self._num_failures)
             else:
-                self._count_finished(outcome.stop_reason, recorded)
-                return outcome.stop_reason
+                self._count_finished(stop, recorded)
+                return stop
+
+    async def _store_end(self, recorded: Recorded, ending: Outcome | AwaitsReward, spent: Spent) -> StopReason:
+        setting = self._setting
+        if isinstance(ending, Outcome):
+            await setting.outbox.append([recorded.close(ending, spent=spent)])
+            return ending.stop_reason
+        end = to_append(recorded.close(ending.outcome, spent=spent), self._timings.last_note)
+        given = (setting.token, end, ending.kept, ending.deadline)
+        await setting.retrier.keep_trying(setting.records.await_reward, *given)
+        setting.counters.add("rewards/awaited")
+        return ending.stop
+
+    @property
+    def _log(self) -> FilteringBoundLogger:
+        """Made when there is something to say, which is seldom."""
+        return get_logger().bind(episode=str(self._order.key))
 
     def _begin(self, past: Past) -> tuple[Playing, Session]:
         order, setting = self._order, self._setting
@@ -100,7 +117,7 @@ class Episode:
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
-    async def _play(self, attempt: Playing, session: Session) -> tuple[Outcome, Spent]:
+    async def _play(self, attempt: Playing, session: Session) -> tuple[Outcome | AwaitsReward, Spent]:
         """How it ended, and the time since its last tokens."""
         setting, timings = self._setting, self._timings
         try:

@@ -17,7 +17,7 @@ from gspo_core.types import EpisodeKey
 from services.episodes.policy import Drained, Interrupted
 from services.process.telemetry import get_logger
 from services.state.queue import Append, EpisodeLease, Fenced, Gap
-from services.state.refusals import Damaged
+from services.state.refusals import Damaged, Erased
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import LoadedJob
@@ -79,6 +79,8 @@ class JobRollout:
         """As far as is known."""
         self._drain_s = drain_s
         self._held: set[EpisodeKey] = set()
+        self._is_owed_leases = False
+        """They were asked for, and the answer was not awaited: the next one holds them too."""
         self._wake = asyncio.Event()
 
     @property
@@ -121,12 +123,10 @@ class JobRollout:
         try:
             async with asyncio.TaskGroup() as watchers:
                 watching = watchers.create_task(self._engines.watch())
-                waking = watchers.create_task(self._wake_on_leaving())
                 try:
                     await self._play_until_drained()
                 finally:
                     watching.cancel()
-                    waking.cancel()
         except Exception:  # of a watching task, too: it ends the episodes, which are still ours
             await self._hand_back()
             raise
@@ -135,15 +135,17 @@ class JobRollout:
     async def _play_until_drained(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as episodes:
+                episodes.create_task(self._begin_to_leave(limit))
                 await self._lease_episodes(episodes)
-                limit.reschedule(asyncio.get_running_loop().time() + self._drain_s)
 
     async def _lease_episodes(self, episodes: asyncio.TaskGroup) -> None:
         while not self._setting.leaving.is_set():
             self._wake.clear()
             num_free = self._num_free()
             if num_free > 0 and self._engines.has_room():
+                self._is_owed_leases = True
                 leases = await self._lease(num_free)
+                self._is_owed_leases = False
                 self._queue_is_empty = len(leases) < num_free
                 for lease in leases:
                     self._held.add(lease.key)
@@ -178,8 +180,8 @@ class JobRollout:
         except Interrupted:
             setting.counters.add("episodes/interrupted")
             await setting.retrier.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
-        except Fenced:
-            setting.counters.add("episodes/fenced")
+        except Fenced as error:
+            setting.counters.add("episodes/erased" if isinstance(error, Erased) else "episodes/fenced")
         except Damaged:  # of its group: the queue is emptied, and the group dispatched again
             setting.counters.add("jobs/damaged")
         except Gap:
@@ -195,12 +197,17 @@ class JobRollout:
         self._held.discard(lease.key)
         self._wake.set()
 
-    async def _wake_on_leaving(self) -> None:
+    async def _begin_to_leave(self, limit: asyncio.Timeout) -> None:
+        """From the wish on, also while Redis is away and a lease is not answered."""
         await self._setting.leaving.wait()
+        limit.reschedule(asyncio.get_running_loop().time() + self._drain_s)
         self._wake.set()
 
     async def _hand_back(self) -> None:
-        setting, keys = self._setting, sorted(self._held)
+        setting = self._setting
+        if self._is_owed_leases:
+            self._held |= {lease.key for lease in await self._lease(0)}
+        keys = sorted(self._held)
         if not keys:
             return
         with contextlib.suppress(Fenced):  # the job, or its groups, are gone: nothing to hand back

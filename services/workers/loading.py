@@ -70,7 +70,7 @@ async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> 
 
 async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot) -> HostedEnvironment:
     hosting = entry.host.model_dump(exclude_none=True, exclude={"boot_timeout_s"})
-    agent = None if entry.agent is None else entry.agent.model_dump(exclude_none=True)
+    agent = None if entry.agent is None else entry.agent.model_dump(exclude_none=True, exclude={"judge"})
     order = HostOrder(entry.ref, entry.config, hosting, boot_timeout_s=entry.host.boot_timeout_s, agent=agent)
     return await HostedEnvironment.open(order, count, boot)
 

@@ -1,45 +1,33 @@
-"""The reward of a stopped episode: the environment's score, turn rewards, and the penalty for its length.
-
-Rule: an episode that the policy broke gets the reward for that, whatever its turns paid before; a truncated one is
-scored or not, as the job says. No reward is made up for an environment that fails: that is an error.
-"""
+"""The reward of a stopped episode: the environment's score, turn rewards, and the penalty for its length."""
 
 from __future__ import annotations
 
-from gspo_core.types import Split, StopReason
-from services.workers.setting import Order
+from collections.abc import Mapping
 
-TRUNCATED = frozenset(
-    {
-        StopReason.MAX_TURNS,
-        StopReason.MAX_TOKENS,
-        StopReason.MAX_TOOL_CALLS,
-        StopReason.CONTEXT_OVERFLOW,
-        StopReason.EPISODE_TIMEOUT,
-        StopReason.REPETITION,
-    }
-)
-PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
-"""The policy's own action broke its session, so it cannot be scored. It is an outcome all the same, else crashing would
-be an escape; rewards of earlier turns do not count."""
+from gspo_core.endings import settled_reward
+from gspo_core.types import Split, StopReason, TurnReward
+from services.workers.setting import Order
 
 
 def without_asking(order: Order, stop: StopReason) -> float | None:
     """The reward, if it does not depend on the environment's score; otherwise None."""
-    if stop in TRUNCATED and order.limits.on_truncation == "zero":
-        return 0.0
-    return order.broken_reward if stop in PROVOKED else None
+    return settled_reward(stop, on_truncation=order.limits.on_truncation, broken_reward=order.broken_reward)
+
+
+def in_order(by_turn: Mapping[int, float]) -> tuple[TurnReward, ...]:
+    """What turns were paid, as the last segment names it."""
+    return tuple(TurnReward(turn, reward) for turn, reward in sorted(by_turn.items()))
 
 
 def with_length(
     order: Order, reward: float, parts: dict[str, float], num_sampled: int
 ) -> tuple[float, dict[str, float]]:
     """``reward`` and its parts, less the cost of the last tokens before the limit."""
-    cost = _cost_of_length(order, num_sampled)
+    cost = cost_of_length(order, num_sampled)
     return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
 
 
-def _cost_of_length(order: Order, num_sampled: int) -> float:
+def cost_of_length(order: Order, num_sampled: int) -> float:
     limits = order.limits
     if limits.overlong_tokens is None or order.lease.split is not Split.TRAIN:
         return 0.0

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.chat import ChatCodec
+from gspo_core.codec import EVIDENCE_SCHEMA
 from gspo_core.env import Environment, Session
-from gspo_core.job_spec import AgentSpec
+from gspo_core.evidence import of_environment
+from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Outcome, Segment, Spent, Split
+from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split, StopReason
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
@@ -37,6 +39,8 @@ class EpisodeRecords(Protocol):
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None: ...
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None: ...
+
+    async def await_reward(self, token: str, end: Append, kept: bytes, deadline: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +90,26 @@ class Recorded(Protocol):
     def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment: ...
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitsReward:
+    """An episode that has ended and may still get a reward from outside."""
+
+    stop: StopReason
+    outcome: Outcome
+    """Without a reward: what it is if none comes."""
+    kept: bytes
+    """For whoever makes the outcome with a reward."""
+    deadline: float
+    """Unix seconds."""
+
+
 class Playing(Protocol):
     """One attempt of an episode."""
 
     @property
     def recorded(self) -> Recorded: ...
 
-    async def play(self) -> Outcome: ...
+    async def play(self) -> Outcome | AwaitsReward: ...
 
 
 class Driver(Protocol):
@@ -162,6 +179,16 @@ class Order:
     """Of its environment."""
     agent_lives_elsewhere: bool = False
     """It is a service of its own, which outlives this process."""
+    reward_deadline_s: float | None = None
+    """How long its reward may come after its end; None: not at all."""
+    agent_pulls: bool = False
+    """It fetches the episode by itself."""
+    judge: JudgeSpec | None = None
+    """The model that is asked for its reward."""
+    evidence_bytes: int = 0
+    """Kept of what its reward was made from."""
+    is_one_of_several: bool = False
+    """Its environment, so the evidence has to name it."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -177,7 +204,9 @@ class Order:
         quarantine: Quarantine | None = None,
     ) -> Order:
         limits = spec.episode_limits(lease.environment, environment.limits)
+        agent = spec.environments[lease.environment].agent
         is_training = lease.split is Split.TRAIN
+        keeps_evidence = is_training and lease.reads >= EVIDENCE_SCHEMA  # a trainer of before would refuse the segment
         return cls(
             lease=lease,
             environment=environment,
@@ -192,12 +221,19 @@ class Order:
             lease_tokens=spec.rollout.lease_tokens,
             lease_s=spec.rollout.lease_s,
             quarantine=quarantine or Quarantine(),
-            agent_lives_elsewhere=_lives_elsewhere(spec.environments[lease.environment].agent),
+            agent_lives_elsewhere=agent is not None and agent.lives_elsewhere,
+            agent_pulls=agent is not None and agent.pull,
+            judge=None if agent is None else agent.judge,
+            reward_deadline_s=spec.rewards.deadline_s,
+            evidence_bytes=spec.rewards.evidence_bytes if keeps_evidence else 0,
+            is_one_of_several=len(spec.environments) > 1,
         )
 
-
-def _lives_elsewhere(agent: AgentSpec | None) -> bool:
-    return agent is not None and agent.url is not None
+    def told_of(self, evidence: Evidence) -> Evidence:
+        """``evidence`` as it is kept."""
+        if not self.evidence_bytes or not self.is_one_of_several:
+            return evidence
+        return of_environment(self.lease.environment, evidence, self.evidence_bytes)
 
 
 def _broken_reward(spec: JobSpec, number: int, environment: Environment) -> float:

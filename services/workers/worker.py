@@ -13,16 +13,21 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.retry import Retrier
+from services.process.account import tell_of_root
+from services.process.cancelling import cancel_all
+from services.process.first_to_end import unless_set
 from services.process.telemetry import get_logger
 from services.process.tracing import NoSpans, Spans
+from services.state.engine_sightings import EngineSightings
 from services.state.fleet_records import WorkerKind, WorkerRecord
 from services.state.jobs import JobNotFound
 from services.state.queue import Bus, Fenced
@@ -43,6 +48,7 @@ LOG_S = 30.0
 SPARE_SHARE = 8
 # How long to leave a job alone that cannot be loaded: a person has to change something first.
 RELOAD_S = 10.0
+ENDS_LOADING_S = 10.0
 NUM_CONTROL_CONNECTIONS = 8
 
 
@@ -57,15 +63,21 @@ class WorkerConfig:
     engine_urls: Collection[str] = ()
     engine_silence_s: float = SILENCE_S
     kind: WorkerKind = "rollout"
+    address: str = ""
+    """Of a gateway: where its neighbours reach it."""
 
     def serves(self, spec: JobSpec) -> bool:
         """A gateway holds episodes of agents, a rollout worker those of environments."""
-        return spec.is_of_agents == (self.kind == "gateway")
+        return spec.recorded is None and spec.is_of_agents == (self.kind == "gateway")
 
     @property
     def max_connections(self) -> int:
         """To one engine. An engine serves one job, and no job holds more episodes than there are places."""
         return self.max_episodes + NUM_CONTROL_CONNECTIONS
+
+
+async def nothing_to_do() -> None:
+    pass
 
 
 class Worker:
@@ -77,14 +89,17 @@ class Worker:
         bus: Bus,
         store: Store,
         connect: Connect,
-        load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
+        load: Callable[[str, Callable[[str], None]], Coroutine[Any, Any, LoadedJob]],
         driver: Driver,
         *,
         clock: Callable[[], float],
         rng: random.Random,
         spans: Spans | None = None,
+        joined: Callable[[], Awaitable[None]] = nothing_to_do,
     ) -> None:
+        """``joined``: called each time that this worker is a member again, before it serves any job."""
         self._config = config
+        self._joined = joined
         self._spans = spans or NoSpans()
         self._bus = bus
         self._store = store
@@ -94,7 +109,13 @@ class Worker:
         self.counters = Counters()
         self._retrier = Retrier(self.counters, rng)
         self._table = EngineTable(
-            store.fleet, config.engine_urls, connect, clock, self._retrier, silence_s=config.engine_silence_s
+            store.fleet,
+            config.engine_urls,
+            connect,
+            clock,
+            self._retrier,
+            silence_s=config.engine_silence_s,
+            sightings=EngineSightings(store.functions, clock),
         )
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
@@ -104,8 +125,11 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when ``stop`` is set and every episode is finished or handed back."""
         while not stop.is_set():
-            token = await self._retrier.keep_trying(self._bus.join, self._config.name)
+            token = await unless_set(stop, self._join())
+            if token is None:
+                break
             get_logger().info("joined", worker=self._config.name)
+            tell_of_root()
             try:
                 await self._work(token, stop)
             except* Fenced:
@@ -115,6 +139,11 @@ class Worker:
                 with contextlib.suppress(Fenced):
                     await self._retrier.keep_trying(self._bus.leave, self._config.name, token)
         get_logger().info("left", worker=self._config.name, **self.counters.snapshot())
+
+    async def _join(self) -> str:
+        token = await self._retrier.keep_trying(self._bus.join, self._config.name)
+        await self._retrier.keep_trying(self._joined)
+        return token
 
     async def _work(self, token: str, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as background:
@@ -156,7 +185,10 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as serving:
                 while not stop.is_set():
-                    running = set(await self._retrier.keep_trying(self._store.jobs.served))
+                    served = await unless_set(stop, self._served())
+                    if served is None:
+                        break
+                    running = set(served)
                     for job in running - self._leaving.keys():
                         self._leaving[job] = asyncio.Event()
                         serving.create_task(self._serve(job, token, self._leaving[job]), name=job)
@@ -169,6 +201,9 @@ class Worker:
         finally:
             self._leave_all()
             stopping.cancel()
+
+    async def _served(self) -> list[str]:
+        return await self._retrier.keep_trying(self._store.jobs.served)
 
     def _leave_all(self) -> None:
         for leaving in self._leaving.values():
@@ -196,7 +231,9 @@ class Worker:
         if not self._config.serves(read_spec(record.spec)):
             await leaving.wait()
             return
-        loaded = await self._load(record.spec, self.counters.add)
+        loaded = await self._unless_left(self._load(record.spec, self.counters.add), leaving)
+        if loaded is None:
+            return
         try:
             await self._describe(job, loaded)
             self._jobs[job] = self._rollout(job, loaded, token, leaving)
@@ -206,6 +243,20 @@ class Worker:
         finally:
             self._jobs.pop(job, None)  # a job that is not served wants no places
             await loaded.close()
+
+    async def _unless_left(self, load: Coroutine[Any, Any, LoadedJob], leaving: asyncio.Event) -> LoadedJob | None:
+        """An environment may take minutes to start: whoever is asked to leave does not wait for it."""
+        loading, left = asyncio.create_task(load), asyncio.create_task(leaving.wait())
+        loaded: LoadedJob | None = None
+        try:
+            await asyncio.wait({loading, left}, return_when=asyncio.FIRST_COMPLETED)
+            loaded = loading.result() if loading.done() else None
+            return loaded
+        finally:
+            # Not again while it ends the processes that it has started.
+            await cancel_all([loading, left], again_after_s=ENDS_LOADING_S)
+            if loaded is None and not loading.cancelled() and loading.exception() is None:
+                await loading.result().close()  # it had come to its end in this moment
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
         """Tells the job's owner, and leaves the job alone for a while."""
@@ -293,6 +344,7 @@ class Worker:
             id=self._config.name,
             kind=self._config.kind,
             host=socket.gethostname(),
+            address=self._config.address,
             pid=os.getpid(),
             draining=self._is_draining,
             jobs=tuple(sorted(self._jobs)),

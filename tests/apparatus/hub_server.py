@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+SENT_S = 60.0
 LARGE = (".safetensors", ".parquet", ".bin")
 
 
@@ -27,7 +28,10 @@ class Repository:
     spoilt: set[str] = field(default_factory=set)
     """Files that arrive with other bytes than the digest says."""
     missing: set[str] = field(default_factory=set)
-    """Files that are listed and cannot be had."""
+    """Files that are listed and cannot be had. That is said when the weights are sent: clients ask for many at once,
+    and leave when they learn it."""
+    weights_are_sent: threading.Event = field(default_factory=threading.Event)
+    sent: set[str] = field(default_factory=set)
 
     def knows(self, revision: str) -> bool:
         return revision in (self.commit, self.branch)
@@ -109,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._find(kind, owner, name, revision)
         if found is None:
             return
+        if path in found.missing:
+            found.weights_are_sent.wait(SENT_S)
         if path not in found.files or path in found.missing:
             self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
@@ -117,6 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path in found.spoilt:
             data = bytes(len(data))
         self._answer(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": found.commit})
+        if self.command == "GET":
+            found.sent.add(path)
+            if found.sent >= {name for name in found.files if name.endswith(".safetensors")}:
+                found.weights_are_sent.set()
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

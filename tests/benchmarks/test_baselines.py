@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +10,24 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.baselines import world
-from benchmarks.baselines.__main__ import missing, run
-from benchmarks.baselines.cells import CELLS, SEEDS, SIZES, Sizes, cell
+from benchmarks.baselines.__main__ import cost, missing, run
+from benchmarks.baselines.cells import BOUNDED, CELLS, RUNNABLE, SEEDS, SIZES, SUSTAINED, Sizes, cell
+from benchmarks.baselines.falls import collapsed, paired
+from benchmarks.baselines.falls import write as write_falls
 from benchmarks.baselines.play import CONTEXT_LENGTH, Ages, Task, play
-from benchmarks.baselines.report import area, rows, write
+from benchmarks.baselines.pooled import bounded_runs, highest_share
+from benchmarks.baselines.pooled import write as write_pooled
+from benchmarks.baselines.report import RESULTS, area, rows, write
 from benchmarks.baselines.sampler import DenseSampler
 from benchmarks.baselines.store import Store
+from benchmarks.baselines.sustained import write as write_sustained
 from benchmarks.baselines.training import Result, attribute
 from environments import calculator
 from examples.demo.model import School, _write_untrained
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
+from gspo_core.log.sequences import train_batch
 from gspo_core.types import Split
-from services.trainer.groups.sequences import train_batch
 
 TINY = Sizes(steps=2, groups_per_step=2, group_size=2, eval_tasks=3, eval_every=2)
 
@@ -35,14 +41,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
-    assert len({one.name for one in CELLS}) == len(CELLS)
-    jobs = {one.name: one.job(Path("model"), 0) for one in CELLS}
+    assert len({one.name for one in RUNNABLE}) == len(RUNNABLE)
+    jobs = {one.name: one.job(Path("model"), 0) for one in RUNNABLE}
     named = {"objective": True, "learner": True, "steps": True, "rollout": {"max_staleness", "staleness_cap"}}
+    named |= {
+        "optimizer": {"max_grad_norm", "max_grad_growth", "max_step_k3", "ess_scaling", "signal_scaling", "betas"}
+    }
     shared = [job.model_dump(exclude=named) for job in jobs.values()]
-    assert [job.steps for job in jobs.values()] == [one.times * SIZES.steps for one in CELLS]
+    assert [job.steps for job in jobs.values()] == [one.times * SIZES.steps for one in RUNNABLE]
+    assert len({jobs[one.name].optimizer.model_dump_json() for one in CELLS}) == 1
+    default = jobs["long_gspo_s16"]
+    kinds = [(jobs[one.name].optimizer, jobs[one.name].objective) for one in BOUNDED]
+    assert (default.optimizer, default.objective) not in kinds
+    # Sustained cells are evaluated with more tasks, all of them alike, and are the others' equals in all else.
+    evaluations = [job.pop("evaluation") for job in shared]
+    sustained = [found for found, one in zip(evaluations, RUNNABLE, strict=True) if one in SUSTAINED]
+    others = [found for found, one in zip(evaluations, RUNNABLE, strict=True) if one not in SUSTAINED]
+    assert all(one == others[0] for one in others)
+    assert all(one == {**others[0], "tasks": 200, "every": 12} for one in sustained)
     assert all(one == shared[0] for one in shared)
-    distinct = {(one.model, one.attribution, jobs[one.name].model_dump_json(exclude={"model"})) for one in CELLS}
-    assert len(distinct) == len(CELLS), "two cells compute the same"
+    distinct = {(one.model, one.attribution, jobs[one.name].model_dump_json(exclude={"model"})) for one in RUNNABLE}
+    assert len(distinct) == len(RUNNABLE), "two cells compute the same"
 
 
 def test_the_world_without_threads_is_the_calculator() -> None:
@@ -116,6 +135,56 @@ def test_a_cell_runs_is_stored_and_is_not_run_again(
     assert len(list(missing(Store(tmp_path), some, seeds, longer))) == 2, "other sizes are other cells"
 
 
+def test_an_age_that_is_sustained_stays_what_it_is_said_to_be(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "dense").symlink_to(model)
+    old = dataclasses.replace(cell("sustained_gspo_s16"), staleness=3, eval_tasks=2, eval_every=4, judged_at=(6, 8))
+    fading = dataclasses.replace(old, name="fading", schedule="halving", judged_at=())
+
+    def prepare(work: Path, kind: str) -> Path:
+        return work / "models" / kind
+
+    run(tmp_path, [old, fading], [0], sizes=TINY, prepare=prepare)
+    store = Store(tmp_path)
+    stored, other = store.read(old, 0, TINY), store.read(fading, 0, TINY)
+    assert stored is not None
+    assert other is not None
+    assert stored.result.steps["staleness/within_one"] == [0.0, 0.0, *[1.0] * 6]
+    assert other.result.steps["staleness/within_one"] != stored.result.steps["staleness/within_one"]
+    assert [step for step, _ in stored.result.evaluations] == [0, 4, 6, 8]
+    assert store.read(dataclasses.replace(old, judged_at=(8,)), 0, TINY) is None, "other conditions"
+    assert "0 runs are missing" in cost(store, [old], [0], TINY)
+
+
+def test_what_an_age_costs_is_told_beside_the_same_seed_on_fresh_data(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def stored(name: str, seed: int, *curve: float) -> None:
+        evaluations = [(24 * place, value) for place, value in enumerate(curve)]
+        steps: dict[str, list[float | None]] = {
+            "staleness/within_one": [0.2, 0.95, 1.0],
+            "staleness/mean": [3.0, 15.0, 16.0],
+            "gspo/kept_frac": [1.0, 0.5, 0.9],
+            "gspo/k3_proximal_behavior": [0.0, 0.1, 0.02],
+        }
+        store.write(cell(name), seed, SIZES, Result(evaluations, steps, {"all": 60.0}, 0.0))
+
+    for seed, fall in ((1, 0.0), (2, 0.02)):
+        stored("sustained_gspo_s0", seed, 0.4, 0.9, 0.9, 0.9, 0.9)
+        stored("sustained_gspo_s16", seed, 0.4, 0.9, 0.9 - fall, 0.8 - fall, 0.7 - fall)
+        stored("sustained_grpo_s16", seed, 0.4, 0.6, 0.9, 0.9, 0.9)
+    page = write_sustained(tmp_path, tmp_path)
+    old = next(line.split(" | ") for line in page.splitlines() if line.startswith("| GSPO, max_grad_growth: 1, age 16"))
+    assert old[2].startswith("79.0% (78.0% to 80.0%)")
+    assert old[4] == "1: 7 2: 7", "86.7 to 80.0 %, and 85.3 to 78.0 %"
+    assert old[5] == "**20** **22**"
+    assert old[6] == "15.5 in 2 steps"
+    # 10 and 12 of 50 points
+    assert "The age costs 22.0 ± 25.4 % of the gain on fresh data: not told from 5 %." in page
+    assert "| GSPO at age 16 less GRPO at age 16 | 2 | -11.0 ± 12.7 |" in page
+    assert (tmp_path / "sustained.png").stat().st_size > 10_000
+
+
 def test_what_is_missing_is_run_seed_by_seed_and_reported(tmp_path: Path) -> None:
     (first, second), aside = CELLS[:2], cell("mixture_gspo")
     store = Store(tmp_path)
@@ -143,3 +212,66 @@ def test_what_is_missing_is_run_seed_by_seed_and_reported(tmp_path: Path) -> Non
     assert row.mean("gspo/clip_frac") == pytest.approx(0.2)
     assert area([(0, 0.0), (10, 1.0), (30, 1.0)]) == pytest.approx(25 / 30)
     assert (tmp_path / "baselines.png").stat().st_size > 10_000
+
+
+def test_falls_are_told_by_seed_and_compared_with_the_default_of_the_same_seeds(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def stored(name: str, seed: int, *curve: float) -> None:
+        evaluations = [(24 * place, value) for place, value in enumerate(curve)]
+        far: list[float | None] = [0.5, *[None] * 12, 0.25, 0.01]
+        norms: list[float | None] = [9.0] * 12 + [0.1, 0.2, 0.3]
+        steps = {
+            "gspo/k3_policy_proximal": far,
+            "learner/grad_norm": norms,
+            "learner/grad_norm_max": [*norms[:-1], 4.0],
+            "learner/num_idle_sequences": [12.0] * 15,
+        }
+        result = Result(evaluations, steps, {"all": 1.0}, 0.0)
+        store.write(cell(name), seed, SIZES, result)
+
+    stored("long_gspo_s16", 7, 0.4, 0.9, 0.3)
+    stored("long_gspo_s16", 8, 0.4, 0.9, 0.9)
+    for name in ("long_gspo_s16", "bounded_growth_1_s16"):
+        stored(name, 16, 0.4, 0.9, 0.9)
+    stored("bounded_growth_1_s16", 7, 0.4, 0.9, 0.9)
+    stored("bounded_growth_1_s16", 8, 0.4, 0.9, 0.9)
+    stored("bounded_growth_1_s16", 9, 0.4, 0.9, 0.84)
+    page = write_falls(tmp_path, tmp_path)
+    default, bounded = (line.split(" | ") for line in page.splitlines() if " runs" not in line and "7: " in line)
+    assert default[1:5] == ["3", "70% (30% to 90%)", "1", "1"]
+    assert default[5:9] == ["7: **60** 8: 0 16: 0", "0.25 (0.25)", "20 (20)", "25%"]
+    assert bounded[3:6] == ["0", "0", "7: 0 8: 0 9: 6 16: 0"]
+    assert bounded[9].startswith("-30.0 ± "), "the mean of 60 and 0, without the seed that the bound was chosen on"
+    assert bounded[10].startswith("+30.0 ± ")
+    assert bounded[10].endswith("(2 seeds)")
+    assert "| 9 | 40 90 84 |" in page
+    other = write_falls(tmp_path, tmp_path, name="other", beside="bounded_growth_1_s16")
+    assert "--name other --beside bounded_growth_1_s16`" in other
+    assert next(line for line in other.splitlines() if "7: **60**" in line).split(" | ")[9].startswith("+30.0 ± ")
+    assert paired([1.0, 3.0]) == (2.0, pytest.approx(12.71))
+
+
+@pytest.mark.parametrize(
+    ("curve", "is_one"),
+    [
+        ((0.3, 0.9, 0.95, 0.81, 0.93, 0.95), False),  # a dent
+        ((0.3, 0.9, 0.95, 0.92, 0.86, 0.8), True),  # at its end
+        ((0.3, 0.9, 0.94, 0.92, 0.6, 0.7, 0.9, 0.93), True),  # long, though it came back
+        ((0.3, 0.9, 0.95, 0.93, 0.85, 0.85), False),  # by ten points, no more
+    ],
+)
+def test_a_collapse_is_a_fall_that_does_not_come_back(curve: tuple[float, ...], is_one: bool) -> None:
+    assert collapsed(curve) == is_one
+
+
+def test_the_pooled_page_says_what_the_published_numbers_say(tmp_path: Path) -> None:
+    for name in ("falls", "step_bounds", "signal_scaling", "baselines"):
+        (tmp_path / f"{name}.json").symlink_to(RESULTS / f"{name}.json")
+    page = write_pooled(tmp_path)
+    assert page == (RESULTS / "pooled.md").read_text(encoding="utf-8")
+    found = bounded_runs(tmp_path)
+    assert {1, 16} < {run.seed for run in found}
+    assert len({run.seed for run in found} - {1, 16, 8819}) >= 50
+    assert not any(run.has_collapsed for run in found)
+    assert highest_share(59) == pytest.approx(0.05, abs=0.001), "the rule of three"

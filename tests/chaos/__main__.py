@@ -17,11 +17,13 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos.coverage import told
-from tests.chaos.jobs import NUM_KINDS, TRANSPORTS
+from tests.chaos.departures import warnings
+from tests.chaos.jobs import NUM_KINDS, PLAYERS, TRANSPORTS
 from tests.chaos.report import table
 from tests.chaos.runner import SETTLE_S, Options, Run
 from tests.chaos.schedule import WEIGHTS
 from tests.chaos.stack import Size
+from tests.chaos.streams import told_of
 from tests.chaos.users import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +45,7 @@ def main() -> int:
         print(summary(work, options.kinds), flush=True)
         is_well = judge(work, arguments.oracle_root) and nothing_is_missing(work)
     except RunFailed as error:
+        print("\n".join(f"chaos: {line}" for line in warnings(work)), flush=True)
         print(f"chaos: FAILED: {error}", flush=True)
     finally:
         if is_well and not arguments.keep:
@@ -65,7 +68,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--least-jobs", type=int, default=NUM_KINDS, help="so many in all, whatever the time")
     parser.add_argument("--kinds", default="", help="only these kinds of faults, separated by commas")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of weights to engines, in turn by job")
-    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the jobs to end after the last fault")
+    parser.add_argument("--tick-ms", type=float, default=1.0, help="for a token of an engine")
+    parser.add_argument("--players", choices=PLAYERS, default="both", help="of jobs, where agents are installed")
+    parser.add_argument("--hostile", action="store_true", help="a job beside them whose world attacks")
+    parser.add_argument("--patient", action="store_true", help="each fault waits for the recovery from the one before")
+    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the next step, after the last fault")
     parser.add_argument("--work", type=Path, default=None, help="directory of the run; left out: a temporary one")
     parser.add_argument("--keep", action="store_true", help="keep the directory also when all is well")
     parser.add_argument("--oracle-root", type=Path, default=ROOT, help="the tree whose oracle judges")
@@ -78,11 +85,19 @@ def options_of(arguments: argparse.Namespace, seed: int) -> Options:
         arguments.faults,
         arguments.minutes,
         arguments.steps,
-        Size(jobs=arguments.jobs, trainers=arguments.jobs + 1, engines=arguments.jobs),
+        Size(
+            jobs=arguments.jobs,
+            trainers=arguments.jobs + 1 + arguments.hostile,
+            engines=arguments.jobs + arguments.hostile,
+            tick_ms=arguments.tick_ms,
+        ),
         tuple(part.strip() for part in arguments.kinds.split(",") if part.strip()),
         arguments.settle_s,
         transports=tuple(arguments.transports.split(",")),
         least_jobs=arguments.least_jobs,
+        players=arguments.players,
+        hostile=arguments.hostile,
+        is_patient=arguments.patient,
     )
 
 
@@ -90,10 +105,13 @@ def command_of(arguments: argparse.Namespace, seed: int) -> str:
     """What plays the same schedule and the same jobs."""
     given = {
         name: getattr(arguments, name)
-        for name in ("faults", "minutes", "steps", "jobs", "least_jobs", "kinds", "transports")
+        for name in ("faults", "minutes", "steps", "jobs", "least_jobs", "kinds", "transports", "players", "tick_ms")
     }
     usual = vars(parse([]))
     flags = [f"--{name.replace('_', '-')} {_shown(value)}" for name, value in given.items() if value != usual[name]]
+    flags += [
+        flag for flag, is_given in (("--hostile", arguments.hostile), ("--patient", arguments.patient)) if is_given
+    ]
     return " ".join(["python -m tests.chaos", f"--seed {seed}", *flags])
 
 
@@ -120,9 +138,10 @@ def summary(work: Path, kinds: tuple[str, ...]) -> str:
     missed = sum(end["misses"].values())
     left_out = sorted(set(WEIGHTS) - set(kinds)) if kinds else []
     coverage = end["coverage"]
+    of_streams = "".join(f"\n{line}" for line in told_of(work))
     return (
-        f"{table(end['recoveries'])}\n{end['num_steps']} steps in {end['seconds']:.0f} s, {missed} faults found "
-        f"nobody\n{told(coverage['ran'], coverage['never_ran'], left_out)}{not_here}"
+        f"{table(end['recoveries'])}{of_streams}\n{end['num_steps']} steps in {end['seconds']:.0f} s, {missed} faults "
+        f"found nobody\n{told(coverage['ran'], coverage['never_ran'], left_out)}{not_here}"
     )
 
 

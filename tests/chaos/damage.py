@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from services.state.client import RedisClient
 from services.state.keys import job_key
 
@@ -49,15 +51,30 @@ def newest_checkpoint(job_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def has_ended(record: bytes) -> bool:
+    """Of an episode's record; a group's has no such mark."""
+    try:
+        state = msgspec.msgpack.decode(record)
+    except msgspec.MsgspecError:
+        return False
+    return isinstance(state, dict) and state.get("done") is True
+
+
 async def damage_record(
     client: RedisClient, job: str, table: str, rng: random.Random, tell: Callable[[int], None]
 ) -> int | None:
-    """The group whose record, or whose episode's, is garbage now; None where there is none.
+    """The group whose record, or whose episode's, is garbage now; None where there is none. Of an episode that has
+    ended nobody reads the record again, which would be no fault at all.
 
     ``tell`` is given the group before: who is not answered does not know whether it was done.
     """
     key = job_key(job, table)
-    fields = sorted(name for name in await client.hkeys(key) if isinstance(name, bytes))
+    records = await client.hgetall(key)
+    fields = sorted(
+        name
+        for name, record in records.items()
+        if isinstance(name, bytes) and isinstance(record, bytes) and not has_ended(record)
+    )
     if not fields:
         return None
     field = rng.choice(fields)

@@ -111,3 +111,7 @@ def main() -> int:
     return run_until_signalled(
         lambda stop: serve(given.model, given.port, given.tick_ms / 1e3, stop, loads=given.loads, data=given.data)
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

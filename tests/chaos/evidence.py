@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,9 @@ from typing import Any
 
 from gspo_core.spec import JobSpec
 from services.files.batch_log import LoggedBatch, read_batch
+from tests.chaos.absences import Absence
+from tests.chaos.jobs import kinds_of
+from tests.chaos.processes import End
 
 _BATCH = re.compile(r"ep(\d+)-step(\d+)")
 _EPOCH = re.compile(r"epoch(\d+)\.json")
@@ -48,6 +52,15 @@ class JobEvidence:
         self.spec = JobSpec.model_validate_json(json.loads((directory / "job.json").read_text())["spec"])
         self._data_dir = data_dir
         """Where the run had it: engines name weights by their path."""
+
+    @property
+    def in_short(self) -> str:
+        """What it is, and what became of it."""
+        kinds = ", ".join(sorted(kinds_of(self.spec.model_dump(mode="json"))))
+        befell = Counter(hit["kind"] for hit in self.hits if hit.get("job") == self.id)
+        more = f"; {', '.join(f'{kind} x {count}' for kind, count in befell.items())}" if befell else ""
+        became = f"{self.status.get('status')}, {len(self.lineage)} steps in {len(self.forks)} epochs"
+        return f"{kinds}; {became}, {len(self.logged)} logs{more}"
 
     @property
     def is_given_up(self) -> bool:
@@ -148,6 +161,15 @@ class Evidence:
         self.acts = lines(work / "acts.jsonl")
         self.happened = lines(work / "happened.jsonl")
         self.loads = lines(work / "loads.jsonl")
+
+    @property
+    def ends(self) -> list[End]:
+        """Of processes."""
+        return [End(**end) for end in (self.end or {}).get("ends", ())]
+
+    @property
+    def absences(self) -> list[Absence]:
+        return [Absence(**absence) for absence in (self.end or {}).get("absences", ())]
 
     @cached_property
     def jobs(self) -> list[JobEvidence]:

@@ -22,8 +22,11 @@ from tests.chaos.damage import damage_newest, damage_record, newest_checkpoint
 from tests.chaos.disk import Disk
 from tests.chaos.lies import ANSWER_MARK, LIES, SEGMENT_MARK, bit_turned
 from tests.chaos.lines import Line, Order
+from tests.chaos.players import IN_HOSTS
 from tests.chaos.processes import Process
+from tests.chaos.schedule import OF_AGENTS
 from tests.chaos.stack import LEASE_S, Stack
+from tests.chaos.streams import IN_A_STREAM, Stream, Wait
 from tests.chaos.watch import Watch, impatient
 
 # Of the trainers that are killed: so many only lose the process of their attempt.
@@ -40,6 +43,8 @@ SWITCH_CALLS = {
 }
 KILLED_WITHIN_S = 0.03
 """Of hearing the call: before it is answered, or after."""
+KILLED_IN_STREAM_S = 0.15
+"""After it began; where it is over by then another is waited for."""
 LEAVING_S = 60.0
 
 
@@ -58,6 +63,7 @@ class Hit:
 
 Miss = str
 Outcome = Hit | Miss
+Strike = Callable[[random.Random], Awaitable[Outcome]]
 
 
 class Faults:
@@ -66,12 +72,20 @@ class Faults:
     def __init__(self, stack: Stack, watch: Watch, disk: Disk, happened: Callable[..., None]) -> None:
         self._stack, self._watch, self._disk, self._happened = stack, watch, disk, happened
         self._disk_is_full = self._clock_is_off = False
-        self.kinds: dict[str, Callable[[random.Random], Awaitable[Outcome]]] = {
+        self.are_orders_single = False
+        """What a line was told and has not met yet, it is not told again."""
+        self.kinds: dict[str, Strike] = {
             "kill worker": lambda rng: self._kill("rollout", rng),
             "kill trainer": self._kill_trainer,
             "kill engine": lambda rng: self._kill("engine", rng),
             "kill api": lambda rng: self._kill("api", rng),
             "kill redis": self._kill_redis,
+            "kill gateway": partial(self._strike_agents, partial(self._kill, "gateway")),
+            **{f"kill {victim} in a stream": self._in_stream(victim) for victim in ("gateway", "engine", "hosts")},
+            "kill hosts of agents": partial(self._strike_agents, self._kill_hosts_of_agents),
+            "stop gateway": partial(self._strike_agents, partial(self._stop, "gateway")),
+            "cut agents": partial(self._strike_agents, self._cut_agents),
+            "lose agent's answer": partial(self._strike_agents, self._lose_answer),
             "stop worker": lambda rng: self._stop("rollout", rng),
             "stop trainer": self._stop_trainer,
             "stop engine": lambda rng: self._stop("engine", rng),
@@ -96,7 +110,8 @@ class Faults:
     def impossible(self) -> list[str]:
         """Kinds that this machine does not allow."""
         missing = [] if self._disk.is_mounted else ["disk full"]
-        return missing + ([] if self._stack.clock.can_jump else ["clock jump"])
+        missing += [] if self._stack.clock.can_jump else ["clock jump"]
+        return missing + ([] if self._stack.size.has_agents else sorted(OF_AGENTS))
 
     def _running(self) -> list[str]:
         return [job.id for job in self._watch.running() if job.step or job.status]
@@ -124,6 +139,80 @@ class Faults:
             return "nobody is there"
         self._stack.nursery.kill(process)
         return Hit(process.name, [] if service == "api" else self._running())
+
+    # Agents
+
+    async def _strike_agents(self, strike: Strike, rng: random.Random) -> Outcome:
+        """Whoever is struck, it is the jobs of agents that have to go on."""
+        mine = [job for job in self._running() if self._watch.jobs[job].is_of_agents]
+        outcome = await strike(rng) if mine else "no agent plays"
+        if isinstance(outcome, Hit):
+            outcome.jobs = mine
+        return outcome
+
+    def _in_stream(self, victim: str) -> Strike:
+        return partial(self._strike_agents, partial(self._kill_in_stream, victim))
+
+    async def _kill_in_stream(self, victim: str, rng: random.Random) -> Outcome:
+        kind, streams = f"kill {victim} {IN_A_STREAM}", self._stack.streams
+        if self.are_orders_single and streams.is_awaited(kind):
+            return "it is ordered already"
+        kill = {"gateway": self._kill_under, "engine": self._kill_engine_under, "hosts": self._kill_hosts_under}[victim]
+
+        def strike(met: list[Stream], number: int) -> bool:
+            told = kill(met)
+            if told is not None:
+                self._happened(kind, strike=number, open=[one.told() for one in met], **told)
+            return told is not None
+
+        streams.wait(Wait(kind, rng.uniform(0.0, KILLED_IN_STREAM_S), strike))
+        return Hit(victim, self._running(), is_ordered=True)
+
+    def _kill_under(self, met: list[Stream]) -> dict[str, Any] | None:
+        gateways = [one for one in self._stack.of("gateway") if one.is_up]
+        for gateway in gateways:
+            self._stack.nursery.kill(gateway)
+        for stream in met if gateways else ():
+            stream.is_doomed = True
+        return {} if gateways else None
+
+    def _kill_engine_under(self, met: list[Stream]) -> dict[str, Any] | None:
+        """One that samples for some of them."""
+        streaming = {stream.run for stream in met}
+        for name, sampling in self._stack.sampling.items():
+            engine, served = self._stack.nursery.processes[name], streaming.intersection(sampling.runs)
+            if served and engine.is_up:
+                self._stack.nursery.kill(engine)
+                return {"engine": name, "sampled": sorted(served)}
+        return None
+
+    def _kill_hosts_under(self, met: list[Stream]) -> dict[str, Any] | None:
+        """Of agents that are functions, if one of them hears a stream."""
+        heard = [stream for stream in met if stream.task in IN_HOSTS]
+        gateway = next((one for one in self._stack.of("gateway") if one.is_up), None)
+        if not heard or gateway is None or not self._stack.nursery.kill_children(gateway):
+            return None
+        for stream in heard:
+            stream.is_doomed = True
+        return {"died": sorted(stream.run for stream in heard)}
+
+    async def _kill_hosts_of_agents(self, rng: random.Random) -> Outcome:
+        gateway = self._choose("gateway", rng)
+        if gateway is None or not self._stack.nursery.kill_children(gateway):
+            return "nobody is there"
+        return Hit(gateway.name, [])
+
+    async def _cut_agents(self, rng: random.Random) -> Outcome:
+        assert self._stack.agent_line is not None
+        return Hit("agents", [], f"{self._stack.agent_line.cut()} connections")
+
+    async def _lose_answer(self, rng: random.Random) -> Outcome:
+        fault = rng.choice(["lose request", "lose reply", "halve reply"])
+        return self._order_answer("lose agent's answer", fault=fault)
+
+    def _order_answer(self, kind: str, **what: Any) -> Outcome:
+        assert self._stack.agent_line is not None
+        return self._order("agents", self._stack.agent_line, kind, **what)
 
     async def _kill_trainer(self, rng: random.Random) -> Outcome:
         owner = await self._owner(rng)
@@ -197,9 +286,11 @@ class Faults:
         fault = rng.choice(["lose request", "lose reply", "halve reply"])
         return self._order(name, self._stack.engine_lines[name], "lose engine reply", fault=fault)
 
-    def _order(self, name: str, line: Line, kind: str, *, mark: bytes = b"", **what: Any) -> Hit:
+    def _order(self, name: str, line: Line, kind: str, *, mark: bytes = b"", **what: Any) -> Outcome:
+        if self.are_orders_single and line.is_ordered(kind):
+            return "it is ordered already"
         what = {"done": lambda: self._happened(kind)} | what
-        line.order(Order(mark or line.mark, **what))
+        line.order(Order(mark or line.mark, kind=kind, **what))
         return Hit(name, self._running(), is_ordered=True)
 
     # In the middle of a call
@@ -213,7 +304,7 @@ class Faults:
             asyncio.get_running_loop().call_later(seconds, self._stack.nursery.kill, process)
 
         line = self._stack.engine_lines[name]
-        return self._order(name, line, "", mark=SWITCH_CALLS[call], done=kill)
+        return self._order(name, line, f"kill engine at {call}", mark=SWITCH_CALLS[call], done=kill)
 
     # Lies
 
@@ -229,7 +320,7 @@ class Faults:
             self._happened("turn bit", job=job, group=group)
 
         change, line = bit_turned(rng.random(), tell), self._stack.lines[name]
-        return self._order(name, line, "", mark=SEGMENT_MARK, request=change, done=lambda: None)
+        return self._order(name, line, "turn bit", mark=SEGMENT_MARK, request=change, done=lambda: None)
 
     async def _spoil(self, table: str, rng: random.Random) -> Outcome:
         """A record of the queue becomes garbage."""
@@ -251,7 +342,9 @@ class Faults:
 
     async def _ask_to_leave(self, rng: random.Random) -> Outcome:
         """As an upgrade does: one process of the stack ends in order and its successor goes on."""
-        process = self._choose(rng.choice(["rollout", "trainer", "api"]), rng)
+        process = self._choose(
+            rng.choice(["rollout", "trainer", "api", *(["gateway"] if self._stack.size.has_agents else [])]), rng
+        )
         if process is None:
             return "nobody is there"
         return Hit(process.name, self._running(), after=self._restart(process))
@@ -262,7 +355,7 @@ class Faults:
 
     async def _stall(self, rng: random.Random) -> Outcome:
         name, seconds = rng.choice(sorted(self._stack.lines)), rng.uniform(0.3, 2 * LEASE_S)
-        return Hit(name, self._running(), f"{seconds:.1f} s", self._stack.lines[name].stall(seconds))
+        return Hit(name, self._running(), f"{seconds:.1f} s", self._stack.stall_redis(name, seconds))
 
     # Disks and clocks
 

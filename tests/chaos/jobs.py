@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.model import PLAIN, WITH_DROPOUT
+from tests.chaos.players import AGENTS
 from tests.chaos.worlds import WORLDS
 
 ON_STALE = ("mask", "drop", "wait")
@@ -24,7 +25,10 @@ LEARNERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> folder of the model, options of the learner."""
 TRANSPORTS = ("disk", "group")
 MAX_CALL_TOKENS = 48
-NUM_KINDS = max(len(WORLDS), len(ON_STALE), len(LEARNERS))
+PLAYERS = ("worlds", "agents", "both")
+AGENTS_EVERY, AGENTS_FIRST = 4, 1
+"""Where both play: so many jobs in a row have one of agents, the first of which comes early."""
+NUM_KINDS = 1 + max(len(WORLDS), len(ON_STALE), len(LEARNERS))
 """So many jobs in a row are of every kind."""
 
 WORLD_NAMES = tuple([world.__name__ for world in WORLDS])
@@ -37,6 +41,8 @@ def job_spec(
     seed: int,
     worlds: Sequence[str] = WORLD_NAMES,
     transports: Sequence[str] = TRANSPORTS[:1],
+    players: str = PLAYERS[0],
+    agent_url: str = "",
 ) -> dict[str, Any]:
     """The ``number``-th job of a run; a function of its arguments."""
     rng = random.Random(f"{seed}/{number}")
@@ -45,7 +51,9 @@ def job_spec(
     return {
         "name": f"chaos-{number}",
         "model": str(work / model),
-        "environments": _environments(number, work, worlds, rng),
+        "environments": _agents(number, work, agent_url, rng)
+        if _is_of_agents(number, players)
+        else _environments(number, work, worlds, rng),
         "rollout": {
             "group_size": 3,
             "max_staleness": max_staleness,
@@ -91,10 +99,34 @@ def _environments(number: int, work: Path, worlds: Sequence[str], rng: random.Ra
     ]
 
 
+def _is_of_agents(number: int, players: str) -> bool:
+    return players == "agents" or (players == "both" and number % AGENTS_EVERY == AGENTS_FIRST)
+
+
+def _agents(number: int, work: Path, url: str, rng: random.Random) -> list[dict[str, Any]]:
+    """Every kind of agent, one of them more often."""
+    return [
+        {
+            "ref": ref,
+            "agent": {"url": url} if ref.endswith(":Elsewhere") else {},
+            "config": {"ledger": str(work / f"ledger-{number}-{place}")},
+            "weight": float(rng.choice([1, 1, 2])),
+        }
+        for place, ref in enumerate(AGENTS)
+    ]
+
+
 def kinds_of(spec: dict[str, Any]) -> set[str]:
     """What a report calls the job's kinds."""
-    worlds = {f"world {one['ref'].rpartition(':')[2]}" for one in spec["environments"]}
+    worlds = {kind_of_player(one["ref"]) for one in spec["environments"]}
     here = (Path(spec["model"]).name, spec.get("learner", {}))
     learners = {f"learner {name}" for name, one in LEARNERS.items() if one == here}
     rollout = spec["rollout"]
     return worlds | learners | {f"stale {rollout['on_stale']}", f"weights by {rollout['weight_transport']}"}
+
+
+def kind_of_player(ref: str) -> str:
+    module, _, name = ref.removeprefix("tests.chaos.").rpartition(":")
+    if ref in AGENTS:
+        return f"agent {name.lower() if name != 'run' else module.removeprefix('agent_')}"
+    return f"world {name}"

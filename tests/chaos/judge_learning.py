@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
+from gspo_core.log.steps import train_again
 from services.trainer.building import make_learner
-from services.trainer.groups.step_settings import Tuning
-from services.trainer.past.replay import train_again
 from tests.chaos.evidence import JobEvidence, Place
 from tests.chaos.judge_weights import digests
 

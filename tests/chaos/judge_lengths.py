@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.chaos.evidence import Evidence, JobEvidence
-from tests.chaos.judge_tokens import turns
+from tests.chaos.judge_tokens import all_episodes, turns
 from tests.chaos.talk import Talker
 
 FALSE_ALARM = 1e-7
@@ -65,8 +65,8 @@ def lengths(jobs: list[JobEvidence], talker: Talker, *, only_again: bool) -> Len
     for job in jobs:
         if job.spec.rollout.on_stale == "drop":
             continue
-        groups = [group for batch in job.batches.values() for group in batch.groups]
-        episodes = [one for group in groups for one in group.trajectories if one.attempt or not only_again]
+        trained = [one for _, one in all_episodes(job) if one.branches]
+        episodes = [one for one in trained if one.attempt or not only_again]
         for trajectory in random.Random(job.id).sample(episodes, min(MAX_EPISODES, len(episodes))):
             (branch,) = trajectory.branches
             ids = branch.token_ids.tolist()

@@ -83,6 +83,9 @@ def nothing_is_too_old(job: JobEvidence) -> Iterator[str]:
     """The ages that were trained with are those that the versions have; where old groups are dropped none is left."""
     for (epoch, step), batch in job.batches.items():
         here = (epoch, step - 1)
+        # The end of an episode of which nothing was sampled names the first version, however old that is.
+        pieces = [one for group in batch.groups for episode in group.trajectories for one in episode.segments]
+        sampled = {one.version for one in pieces if one.num_actions}
         for number, age in batch.extra["staleness"].items():
             version = job.versions.get(int(number))
             if version is None:
@@ -91,7 +94,8 @@ def nothing_is_too_old(job: JobEvidence) -> Iterator[str]:
             true_age = _age(job, version.place, here)
             if age != true_age:
                 yield f"step {step} took version {number} for {age} steps old, it is {true_age}"
-            if job.spec.rollout.on_stale == "drop" and true_age > job.spec.rollout.staleness_cap:
+            is_sampled = int(number) in sampled
+            if job.spec.rollout.on_stale == "drop" and is_sampled and true_age > job.spec.rollout.staleness_cap:
                 yield f"step {step} was trained on version {number}, {true_age} steps old"
             if version.place > here and version.place[0] >= epoch:
                 yield f"step {step} was trained on version {number} of its own future"

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import redis
 
+from services.hosts import scratch
+from services.state.functions import LUA
 from services.state.server import RedisServer
+from tests.chaos import departures
 from tests.chaos.evidence import Evidence
 
 # What a job that is over may still be asked for; its queue is gone.
@@ -17,8 +20,12 @@ _LASTING = {
 }
 _OF_A_JOB = re.compile(r"gspo:\{([^}]+)\}:(.+)")
 SERVICE = "service"
-# Killed workers are forgotten by the next one that looks; so many may be left when the last has gone.
-MAX_LEFT_BEHIND = 64
+# A killed worker is listed until each of those that are listed could have given so many signs of life (`service.lua`),
+# and each sign of one that lives removes so many of the dead.
+SIGNS_KEPT = int(re.findall(r"SILENCE = {worker = (\d+)", (LUA / "service.lua").read_text())[0])
+REMOVED_AT_ONCE = 10
+# A starter sees the end of its host and removes its folder, on a busy machine too.
+NOTICED_WITHIN_S = 2.0
 
 
 def jobs_are_those_that_were_submitted(evidence: Evidence) -> Iterator[str]:
@@ -37,13 +44,8 @@ def nothing_crashed(evidence: Evidence) -> Iterator[str]:
     if evidence.end is None:
         yield "the run has not come to its end"
         return
-    for crash in evidence.end["crashes"]:
-        yield f"{crash['name']} (pid {crash['pid']}) ended by itself with status {crash['status']}"
-    for name in evidence.end["obstinate"]:
-        yield f"{name} did not leave when it was asked to"
-    for name, status in evidence.end["statuses"].items():
-        if status not in (0, -9):
-            yield f"{name} left with status {status}"
+    for end in departures.wrong(evidence):
+        yield f"{end.name}/{end.pid} {departures.described(end)}"
     for pid, command in evidence.end["left_processes"].items():
         yield f"process {pid} was left behind: {command}"
 
@@ -60,16 +62,37 @@ def redis_holds_no_queue(evidence: Evidence) -> Iterator[str]:
             usage = client.hmget(f"gspo:{{{job.id}}}:meta", "charged_bytes", "stored_bytes")
             if any(int(value or 0) for value in usage):
                 yield f"{job.id} is still charged {usage} bytes"
-        for name in ("workers", "lease_tokens", "lease_beats"):
-            count = client.hlen(f"gspo:{{{SERVICE}}}:{name}")
-            if count > MAX_LEFT_BEHIND:
-                yield f"{count} entries are left in {name}"
+        yield from _dead_are_forgotten(client)
+
+
+def _dead_are_forgotten(client: redis.Redis) -> Iterator[str]:
+    prefix = f"gspo:{{{SERVICE}}}:"
+    listed = client.zrange(f"{prefix}worker_signs", 0, -1)
+    signs = {
+        name: float(client.zscore(f"{prefix}worker_signs", name) or 0) for name in listed if isinstance(name, bytes)
+    }
+    now = int(client.hget(f"{prefix}signs", "worker") or 0)
+    overdue = [name for name, sign in signs.items() if sign <= now - SIGNS_KEPT * len(signs)]
+    if len(overdue) > REMOVED_AT_ONCE:
+        yield f"{len(overdue)} of {len(signs)} workers are listed longer than the dead are"
+    for name in ("workers", "lease_tokens", "lease_beats"):
+        if unsigned := sorted(client.hkeys(prefix + name) - signs.keys()):
+            yield f"{len(unsigned)} entries are left in {name} that nobody will forget: {unsigned[:3]}"
 
 
 def no_file_is_left_half_written(evidence: Evidence) -> Iterator[str]:
     for job in evidence.jobs:
         for path in job.directory.rglob(".tmp-*"):
             yield f"{path.relative_to(evidence.data)} was left behind"
-    for path in (evidence.work / "home").iterdir():
+    home = evidence.work / "home"
+    if _host_and_starter_were_killed(evidence):
+        scratch.sweep(home)  # as the next host would: nobody else was left to
+    for path in home.iterdir():
         if path.name.startswith("gspo-"):
             yield f"the scratch directory {path.name} was left behind"
+
+
+def _host_and_starter_were_killed(evidence: Evidence) -> bool:
+    hosts = [hit["at"] for hit in evidence.faults if hit["kind"] == "kill hosts of agents" and "target" in hit]
+    starters = [hit["at"] for hit in evidence.faults if hit["kind"].startswith("kill gateway") and "target" in hit]
+    return any(0 <= starter - host < NOTICED_WITHIN_S for host in hosts for starter in starters)

@@ -11,6 +11,7 @@ import numpy as np
 from tests.chaos import worlds
 from tests.chaos.evidence import JobEvidence
 from tests.chaos.judge_tokens import first_words
+from tests.chaos.players import AGENTS
 from tests.chaos.talk import Talker
 
 
@@ -24,13 +25,15 @@ def tasks_are_used_in_order(job: JobEvidence, talker: Talker) -> Iterator[str]:
             environment, index = order[group.group]
             if group.task_index != index:
                 yield f"step {step}: group {group.group} has task {group.task_index}, the order says {index}"
-            for trajectory in group.trajectories:
+            for trajectory in (one for one in group.trajectories if one.branches):
                 played = {number for number, _ in first_words(trajectory, talker)}
                 if played != {named[environment][index]}:
                     yield f"step {step}: {trajectory.key} played {played}, its task is {named[environment][index]}"
 
 
 def _numbers(ref: str) -> list[int]:
+    if ref in AGENTS:
+        return list(AGENTS[ref])
     world: type[worlds.Replayed] = getattr(worlds, ref.rpartition(":")[2])
     return [task["number"] for task in world.tasks]
 

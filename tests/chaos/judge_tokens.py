@@ -16,8 +16,9 @@ import numpy as np
 from gspo_core.messages import ToolCall
 from gspo_core.types import Trajectory
 from tests.apparatus.scripted_engine import language
+from tests.chaos.chain import chain
 from tests.chaos.evidence import Evidence, JobEvidence
-from tests.chaos.talk import VOCABULARY, Talker, chain
+from tests.chaos.talk import VOCABULARY, Talker
 
 TOLERANCE = 1e-4
 MAX_EPISODES = 400
@@ -27,13 +28,15 @@ _TASK = re.compile(r"task (\d+) (\w{6})")
 
 
 def episodes(job: JobEvidence) -> list[tuple[int, Trajectory]]:
-    found = [
-        (step, trajectory)
-        for (_, step), batch in job.batches.items()
-        for group in batch.groups
-        for trajectory in group.trajectories
-    ]
+    """Those of which something is trained."""
+    found = [(step, trajectory) for step, trajectory in all_episodes(job) if trajectory.branches]
     return random.Random(job.id).sample(found, min(MAX_EPISODES, len(found)))
+
+
+def all_episodes(job: JobEvidence) -> Iterator[tuple[int, Trajectory]]:
+    for (_, step), batch in job.batches.items():
+        for group in batch.groups:
+            yield from ((step, trajectory) for trajectory in group.trajectories)
 
 
 def tokens_were_sampled(job: JobEvidence) -> Iterator[str]:
@@ -141,8 +144,7 @@ def nothing_acted_twice(evidence: Evidence, job: JobEvidence, talker: Talker) ->
 def _attempts_by_run(job: JobEvidence, talker: Talker) -> dict[str, int]:
     return {
         run: trajectory.attempt + 1
-        for batch in job.batches.values()
-        for group in batch.groups
-        for trajectory in group.trajectories
+        for _, trajectory in all_episodes(job)
+        if trajectory.branches
         for _, run in first_words(trajectory, talker)
     }

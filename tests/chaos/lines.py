@@ -24,6 +24,19 @@ def unchanged(data: bytes) -> bytes:
     return data
 
 
+class Tap:
+    """Reads along on one connection, and changes nothing."""
+
+    def sent(self, data: bytes) -> None:
+        """To whom the line leads, in a moment."""
+
+    def came(self, data: bytes) -> None:
+        """From there, and was passed on."""
+
+    def closed(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Order:
     """What befalls the next request that holds ``mark``, or its answer."""
@@ -35,6 +48,7 @@ class Order:
     reply: Change = unchanged
     done: Callable[[], None] = field(default=lambda: None)
     """Told when it has happened."""
+    kind: str = ""
 
 
 def to_unix(path: str) -> Open:
@@ -55,8 +69,11 @@ class Line:
         self._orders: list[Order] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._num_stalls = 0
         self.mark = b""
         """What a request holds that is worth a fault."""
+        self.tap: Callable[[], Tap] = Tap
+        """One for each connection."""
         self.port = 0
 
     async def open(self) -> Line:
@@ -80,11 +97,21 @@ class Line:
     def order(self, order: Order) -> None:
         self._orders.append(order)
 
+    def is_ordered(self, kind: str) -> bool:
+        """And has not happened yet."""
+        return any(order.kind == kind for order in self._orders)
+
+    def forget_orders(self) -> None:
+        self._orders.clear()
+
     async def stall(self, seconds: float) -> None:
         """Nothing passes for so long."""
+        self._num_stalls += 1
         self._flowing.clear()
         await asyncio.sleep(seconds)
-        self._flowing.set()
+        self._num_stalls -= 1
+        if not self._num_stalls:
+            self._flowing.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -117,6 +144,7 @@ class Line:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await self._upstream()
         struck: list[Order] = []
+        tap = self.tap()
 
         async def forward() -> None:
             while data := await reader.read(PIECE):
@@ -128,6 +156,7 @@ class Line:
                         order.done()
                     if order.fault == "lose request":
                         return
+                tap.sent(data)
                 up_writer.write(data)
                 await up_writer.drain()
 
@@ -145,6 +174,7 @@ class Line:
                     data = self._changed_reply(struck.pop(), data)
                 writer.write(data)
                 await writer.drain()
+                tap.came(data)
 
         tasks = [asyncio.create_task(forward()), asyncio.create_task(answer())]
         try:
@@ -153,6 +183,7 @@ class Line:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            tap.closed()
             up_writer.close()
             _reset(writer)
 

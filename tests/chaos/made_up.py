@@ -19,13 +19,17 @@ def batch(groups: list[int], *, dropped: dict[str, list[int]], num_dispatched: i
     extra = {"dropped": dropped, "num_dispatched": num_dispatched, "staleness": ages, "settings": dict(SETTINGS)}
     versions = [int(number) for number in ages]
     made = [_group(number, versions[place % len(versions)]) for place, number in enumerate(groups)]
-    made[-1].trajectories[0].segments.extend(SimpleNamespace(version=version) for version in versions)
+    made[-1].trajectories[0].segments.extend(_piece(version) for version in versions)
     return SimpleNamespace(groups=made, extra=extra)
 
 
 def _group(number: int, version: int) -> Any:
-    episode = SimpleNamespace(key=f"job:{number}:0", segments=[SimpleNamespace(version=version)])
+    episode = SimpleNamespace(key=f"job:{number}:0", segments=[_piece(version)])
     return SimpleNamespace(group=number, size=GROUP_SIZE, trajectories=[episode])
+
+
+def _piece(version: int) -> Any:
+    return SimpleNamespace(version=version, num_actions=1)
 
 
 class MadeUp(JobEvidence):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+AGENTS = Path(os.environ.get("GSPO_TEST_AGENTS", ROOT / ".make" / "agents")).absolute()
+"""Of mutants that agents notice: `make test-agents` installs them."""
 COPIED = ("gspo_core", "services", "environments", "examples", "tests", "benchmarks")
 
 
@@ -35,17 +37,26 @@ class Mutant:
 
 
 def short(
-    kinds: str, *, faults: int = 16, minutes: float = 0.5, steps: int = 16, least_jobs: int = 2
+    kinds: str,
+    *,
+    faults: int = 16,
+    minutes: float = 0.5,
+    steps: int = 16,
+    least_jobs: int = 2,
+    players: str = "worlds",
 ) -> tuple[str, ...]:
     return (
         *("--kinds", kinds, "--faults", str(faults), "--minutes", str(minutes), "--steps", str(steps), "--seed", "1"),
-        *("--least-jobs", str(least_jobs)),
+        *("--least-jobs", str(least_jobs), "--players", players),
     )
 
 
 MUTANTS = {
     "a key makes a job each time": Mutant(
-        "services/state/job_table.py", "if idempotency_key is not None:", "if False:", short("lose reply", faults=2)
+        "services/state/job_table.py",
+        "key_digest = None if idempotency_key is None else _digest_of_key(idempotency_key)",
+        "key_digest = None",
+        short("lose reply", faults=2),
     ),
     "one step too many is admitted": Mutant(
         "gspo_core/staleness.py",
@@ -72,7 +83,7 @@ MUTANTS = {
         short("kill trainer", faults=6),
     ),
     "a step that is trained again does not settle its groups": Mutant(
-        "services/trainer/past/replay.py",
+        "gspo_core/log/steps.py",
         "lineage.settle([*(group.group for group in batch.groups), *dropped])",
         "lineage.settle(dropped)",
         short("kill trainer", faults=6),
@@ -96,7 +107,7 @@ MUTANTS = {
         short("lose reply", faults=4, minutes=0.1, steps=8),
     ),
     "a step that is trained again has the settings of now": Mutant(
-        "services/trainer/past/replay.py",
+        "gspo_core/log/steps.py",
         'tuning.recall(learner, batch.extra.get("settings", {}))',
         "pass",
         short("kill trainer,change settings", faults=16, steps=24),
@@ -130,6 +141,18 @@ MUTANTS = {
         "if generation is not None and generation.output_ids:",
         "if generation is not None and generation.output_ids and (len(generation.output_ids) < 8 or asked % 1 < 0.3):",
         short("lose reply", faults=4, minutes=0.1, steps=24, least_jobs=3),
+    ),
+    "a reward counts each time that it is posted": Mutant(
+        "services/gateway/snapshots.py",
+        "known = next((one for one in self.posted if token and one.token == token), None)",
+        "known = None",
+        short("cut agents", faults=2, minutes=0.1, steps=4, least_jobs=1, players="agents"),
+    ),
+    "who asks again is sampled for again": Mutant(
+        "services/gateway/episode.py",
+        "if ask.is_retry and equal:",
+        "if False:",
+        short("lose agent's answer", faults=24, steps=12, least_jobs=1, players="agents"),
     ),
     "an episode that cannot be read is nobody's": Mutant(
         "services/state/lua/queue_records.lua",
@@ -165,7 +188,7 @@ def run(mutant: Mutant) -> str:
         ended = subprocess.run(
             [*command, "--oracle-root", str(ROOT), "--settle-s", "240"],
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
+            env={**os.environ, "PYTHONPATH": str(tree), "GSPO_TEST_AGENTS": str(AGENTS)},
             capture_output=True,
             text=True,
             check=False,

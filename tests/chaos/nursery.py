@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import services.api.__main__ as api
 import services.engine.__main__ as embedded
+import services.gateway.__main__ as gateway
 import services.rollout.__main__ as rollout
 import services.trainer.__main__ as trainer
 import services.trainer.attempt  # noqa: F401  for the processes of attempts: torch above all
@@ -45,11 +46,18 @@ class Attempt:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+def become_agents() -> NoReturn:
+    """Agents have a Python of their own, and nothing of ours is in it."""
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
 SERVICES: dict[str, Callable[[], int]] = {
+    "agents": become_agents,
     "api": api.main,
     "engine": engine.main,
     "embedded": embedded.main,
     "environments": service.main,
+    "gateway": gateway.main,
     "rollout": rollout.main,
     "trainer": lambda: trainer.run(start=Attempt),
 }
@@ -63,7 +71,7 @@ def give_birth(order: dict[str, Any]) -> int:
         os.environ.update(order["env"])
         sys.argv = [f"services.{order['service']}", *order["argv"]]
         nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = os.open(f"{order['log']}-{os.getpid()}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         _become(die_with_us, (nothing, log, log), SERVICES[order["service"]])
     return pid
 

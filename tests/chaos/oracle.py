@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 import torch
 
 from tests.chaos import (
+    departures,
+    judge_agents,
+    judge_hostile,
     judge_learning,
     judge_lengths,
     judge_lineage,
@@ -50,6 +54,8 @@ def checks_of_a_job(evidence: Evidence, job: JobEvidence, talker: Talker) -> lis
         ("tokens were sampled", partial(judge_tokens.tokens_were_sampled, job)),
         ("talk follows", partial(judge_tokens.talk_follows, job, talker)),
         ("nothing acted twice", partial(judge_tokens.nothing_acted_twice, evidence, job, talker)),
+        ("only what was heard is trained", partial(judge_agents.only_what_was_heard_is_trained, evidence, job, talker)),
+        ("agents come to their end", partial(judge_agents.agents_come_to_their_end, evidence, job)),
         ("losses have their reason", partial(judge_losses.losses_have_their_reason, evidence, job)),
         ("tasks are used in order", partial(judge_tasks.tasks_are_used_in_order, job, talker)),
         ("settings are obeyed", partial(judge_users.settings_are_obeyed, job)),
@@ -65,6 +71,8 @@ def checks_of_the_run(evidence: Evidence, talker: Talker) -> list[tuple[str, Che
     return [
         ("jobs are those that were submitted", partial(remains.jobs_are_those_that_were_submitted, evidence)),
         ("nothing crashed", partial(remains.nothing_crashed, evidence)),
+        ("no attack succeeded", partial(judge_hostile.no_attack_succeeded, evidence)),
+        ("no agent failed", partial(judge_agents.no_agent_failed, evidence)),
         ("Redis holds no queue", partial(remains.redis_holds_no_queue, evidence)),
         ("no file is left half-written", partial(remains.no_file_is_left_half_written, evidence)),
         ("lengths are not chosen", partial(judge_lengths.lengths_are_not_chosen, evidence, talker)),
@@ -90,7 +98,9 @@ def _found(name: str, check: Check) -> list[str]:
         for problem in check():
             found.append(f"{name}: {problem}")
     except Exception as error:
-        found.append(f"{name}: cannot be checked: {type(error).__name__}: {error}")
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        found.append(f"{name}: cannot be checked: {type(error).__name__}: {error} ({where})")
     more = len(found) - MAX_SHOWN
     return found[:MAX_SHOWN] + ([f"{name}: and {more} more"] if more > 0 else [])
 
@@ -102,6 +112,9 @@ def main() -> int:
     for problem in problems:
         print(f"oracle: {problem}", flush=True)
     evidence = Evidence(work)
+    troubled = [job for job in evidence.jobs if any(problem.startswith(job.id) for problem in problems)]
+    for line in (*departures.told(evidence), *(f"{job.id}: {job.in_short}" for job in troubled)):
+        print(f"oracle: {line}", flush=True)
     if not problems:
         print(f"oracle: lengths of what was {judge_lengths.told(evidence, Talker(work / 'model'))}", flush=True)
     num_steps = sum(len(job.lineage) for job in evidence.jobs)

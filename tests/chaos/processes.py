@@ -1,7 +1,7 @@
 """The processes of a run: born in the nursery, killed and stopped by pid, born again under the same name.
 
 The rule kept here: only processes that were born here, and theirs, are signalled, and none of them outlives the run. A
-process that ends without having been asked is born again and counted: who crashes is found in ``crashes``.
+process that ends without having been killed is noted in ``ends``, and born again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from examples.demo.memory import process_tree
+from tests.chaos.absences import Absences
 
 STREAM_LIMIT = 1 << 20
 BIRTH_TIMEOUT_S = 120.0
@@ -33,26 +34,39 @@ class Process:
     env: dict[str, str]
     pid: int = 0
     born_at: float = 0.0
+    """Unix seconds."""
     is_wanted: bool = True
     is_stopped: bool = False
-    doomed: set[int] = field(default_factory=set)
-    """Pids that were killed or asked to leave."""
+    killed: set[int] = field(default_factory=set)
+    asked: dict[int, float] = field(default_factory=dict)
+    """Pids that were asked to leave, each with the time."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_up(self) -> bool:
+        """Somebody holds it who runs, and was not killed a moment ago."""
+        return self.pid > 0 and not self.is_stopped and self.pid not in self.killed
 
 
 @dataclass(frozen=True)
-class Crash:
-    """An end that nobody asked for."""
+class End:
+    """Of a process that was not killed. All times are Unix seconds."""
 
     name: str
     pid: int
     status: int
+    born: float
+    asked: float | None
+    """To leave; None: it ended by itself."""
     at: float
+    is_late: bool = False
+    """It did not leave in its time, and was killed then."""
 
 
 class Nursery:
-    def __init__(self, log_dir: Path, env: dict[str, str]) -> None:
+    def __init__(self, log_dir: Path, env: dict[str, str], absences: Absences) -> None:
         self._log_dir = log_dir
+        self._absences = absences
         self._env = env
         self._child: asyncio.subprocess.Process | None = None
         self._births: dict[str, asyncio.Future[int]] = {}
@@ -62,9 +76,7 @@ class Nursery:
         self._reviving: set[asyncio.Task[None]] = set()
         self._count = 0
         self.processes: dict[str, Process] = {}
-        self.crashes: list[Crash] = []
-        self.statuses: dict[str, int] = {}
-        """Of those that were asked to leave."""
+        self.ends: list[End] = []
 
     async def open(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -86,6 +98,10 @@ class Nursery:
     def pid(self) -> int:
         assert self._child is not None
         return self._child.pid
+
+    @property
+    def num_crashes(self) -> int:
+        return sum(end.asked is None for end in self.ends)
 
     async def _listen(self) -> None:
         assert self._child is not None
@@ -112,11 +128,11 @@ class Nursery:
         number = f"{process.name}-{self._count}"
         self._births[number] = asyncio.get_running_loop().create_future()
         order = {"id": number, "service": process.service, "argv": process.argv, "env": process.env}
-        order["log"] = str(self._log_dir / f"{process.name}.log")
+        order["log"] = str(self._log_dir / process.name)
         self._child.stdin.write(json.dumps(order).encode() + b"\n")
         born = self._births[number]
         pid = await born
-        process.pid, process.born_at, process.is_stopped = pid, time.monotonic(), False
+        process.pid, process.born_at, process.is_stopped = pid, time.time(), False
         process.ended = asyncio.Event()
         self._by_pid[pid] = process
 
@@ -127,10 +143,10 @@ class Nursery:
         if process.pid == pid:
             process.pid = 0
         process.ended.set()
-        if pid in process.doomed:
-            self.statuses[f"{process.name}/{pid}"] = status
-        else:
-            self.crashes.append(Crash(process.name, pid, status, time.time()))
+        self._absences.is_back(process.name, pid)
+        asked = process.asked.get(pid)
+        if asked is not None or pid not in process.killed:
+            self.ends.append(End(process.name, pid, status, process.born_at, asked, time.time()))
         if process.is_wanted:
             task = asyncio.create_task(self._give_birth(process))
             self._reviving.add(task)
@@ -149,6 +165,7 @@ class Nursery:
 
     def stop(self, process: Process) -> None:
         process.is_stopped = True
+        self._absences.is_away(process.name, process.pid)
         self._signal(process, signal.SIGSTOP)
 
     def go_on(self, process: Process, pid: int) -> None:
@@ -156,11 +173,16 @@ class Nursery:
         if process.pid == pid:
             process.is_stopped = False
             self._signal(process, signal.SIGCONT)
+        self._absences.is_back(process.name, pid)
 
     def _signal(self, process: Process, number: signal.Signals) -> None:
         if process.pid:
-            if number in (signal.SIGKILL, signal.SIGTERM):
-                process.doomed.add(process.pid)
+            if number == signal.SIGKILL:
+                process.killed.add(process.pid)
+            if number == signal.SIGTERM:
+                if process.pid in process.asked:
+                    return  # a second one hurries who is leaving, and nobody who upgrades sends it
+                process.asked[process.pid] = time.time()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
@@ -173,22 +195,21 @@ class Nursery:
             while process.pid in (0, pid):
                 await asyncio.sleep(0.01)
 
-    async def leave(self, process: Process, timeout_s: float) -> bool:
-        """Ask it to end in order; False when it had to be killed."""
+    async def leave(self, process: Process, timeout_s: float) -> None:
+        """Ask it to end in order; who does not is killed, and that is noted."""
         process.is_wanted = False
         if not process.pid:
-            return True
-        ended = process.ended
+            return
+        ended, pid = process.ended, process.pid
         self._signal(process, signal.SIGCONT)
         self._signal(process, signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
                 await ended.wait()
-            return True
         except TimeoutError:
             self._signal(process, signal.SIGKILL)
             await ended.wait()
-            return False
+            self.ends = [replace(end, is_late=True) if end.pid == pid else end for end in self.ends]
 
     async def close(self) -> None:
         for process in self.processes.values():

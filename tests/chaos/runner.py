@@ -14,34 +14,39 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.clock import Clock
 from tests.chaos.coverage import Coverage
 from tests.chaos.disk import Disk
+from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Faults, Hit, described
-from tests.chaos.jobs import NUM_KINDS, TRANSPORTS, job_spec, kinds_of
+from tests.chaos.hostile import FIRST_HOSTILE, PROMISED, is_possible, keep_hostile, made_hostile
+from tests.chaos.jobs import NUM_KINDS, PLAYERS, TRANSPORTS, job_spec, kinds_of
+from tests.chaos.judge_hostile import tried
 from tests.chaos.model import PLAIN, WITH_DROPOUT
+from tests.chaos.patience import Name, State, answers, episodes, recovered
 from tests.chaos.processes import marked, stamp
 from tests.chaos.report import Recoveries
 from tests.chaos.schedule import FROM_DISK, OVER_GROUP, WEIGHTS, Fault, plan
-from tests.chaos.stack import Size, Stack
+from tests.chaos.stack import AGENT_PYTHON, Size, Stack
 from tests.chaos.users import RunFailed, Users
-from tests.chaos.watch import Watch
+from tests.chaos.watch import Watch, impatient
 from tests.chaos.worlds import WORLDS
 
 DISK_MB = 1536
 SETTLE_S = 240.0
-"""For the jobs to end once nothing strikes any more."""
+"""From one step of any job to the next, once nothing strikes any more."""
 PROGRESS_S = 15.0
 RACED_SHARE = 2
 """One submission of so many is made through every API at once, under one key."""
 RACED = "submission raced"
-ONCE_MORE_S = 240.0
-"""After the schedule, for the kinds of it that have found nobody so far."""
+ONCE_MORE_S = 600.0
+"""After the schedule, for the kinds of it that have found nobody so far. It ends when they have; on a slow machine the
+call of an engine that one of them waits for may come only with the next job."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ class Options:
     transports: tuple[str, ...] = TRANSPORTS
     """Of weights to engines."""
     least_jobs: int = NUM_KINDS
+    players: str = PLAYERS[0]
+    """Of jobs: worlds, agents, or both in turn."""
+    hostile: bool = False
+    """A job beside them whose world attacks."""
+    is_patient: bool = False
+    """The next fault waits until what the one before struck has recovered."""
 
 
 class Run:
@@ -65,7 +76,10 @@ class Run:
         self.work, self.options = work, options
         work.mkdir(parents=True)
         self.disk = Disk(work / "data", DISK_MB)
-        self.stack = Stack(work, work / "data", options.size, Clock(work))
+        has_agents = options.players != PLAYERS[0] and AGENT_PYTHON.exists()
+        self._players = options.players if has_agents else PLAYERS[0]
+        self.stack = Stack(work, work / "data", replace(options.size, has_agents=has_agents), Clock(work))
+        self._is_hostile = options.hostile and is_possible()
         self.watch = Watch(work / "samples.jsonl", lambda: self.stack.redis_url)
         self.faults = Faults(self.stack, self.watch, self.disk, self._happened)
         self.users = Users(self.stack, self.watch, options.seed, self._spec, self._note)
@@ -115,7 +129,9 @@ class Run:
             await self.stack.close()
 
     def _without(self) -> list[str]:
-        return self.faults.impossible()
+        missing = self._players != self.options.players
+        no_wall = self.options.hostile and not self._is_hostile
+        return [*self.faults.impossible(), *(["agents"] if missing else []), *(["hostile"] if no_wall else [])]
 
     def _promised(self) -> set[str]:
         """By the flags of this run, of what this machine allows."""
@@ -123,7 +139,7 @@ class Run:
         found: set[str] = set().union(*(kinds_of(self._spec(number)) for number in jobs))
         if self.options.least_jobs and self.options.size.apis > 1:
             found.add(RACED)
-        return found | {fault.kind for fault in self._plan()}
+        return found | {fault.kind for fault in self._plan()} | (PROMISED if self._is_hostile else set())
 
     def _plan(self) -> list[Fault]:
         options = self.options
@@ -161,7 +177,10 @@ class Run:
 
     def _spec(self, number: int) -> dict[str, Any]:
         options = self.options
-        return job_spec(number, self.work, options.steps, options.seed, options.worlds, options.transports)
+        url = f"http://127.0.0.1:{self.stack.agent_port}/"
+        players = (self._players, url)
+        spec = job_spec(number, self.work, options.steps, options.seed, options.worlds, options.transports, *players)
+        return spec if number < FIRST_HOSTILE else made_hostile(spec, number, self.work)
 
     async def _wait_for_first_steps(self, submitting: asyncio.Task[None]) -> None:
         deadline = time.monotonic() + self.options.settle_s
@@ -175,6 +194,8 @@ class Run:
 
     async def _strike_all(self, submitting: asyncio.Task[None]) -> None:
         began = self._began = time.monotonic()
+        if self._is_hostile:
+            self._later(keep_hostile(self.users, self.watch, lambda: self._is_calm, self.options.seed))
         for fault in self._plan():
             self._check(submitting)
             await asyncio.sleep(max(0.0, began + fault.at_s - time.monotonic()))
@@ -182,17 +203,43 @@ class Run:
                 self._later(self._strike(fault))
             else:
                 await self._strike(fault)
+                if self.options.is_patient:
+                    await self._wait_for_recovery(fault.kind, submitting)
         await self._strike_once_more(submitting)
+        for line in self.stack.all_lines:  # what has not happened by now would strike for as long as jobs run
+            line.forget_orders()
+        self.stack.streams.forget()
         self._is_calm = True
 
     async def _strike_once_more(self, submitting: asyncio.Task[None]) -> None:
         """What of the schedule has found nobody to strike."""
         rng, deadline = random.Random(self.options.seed), time.monotonic() + ONCE_MORE_S
+        self.faults.are_orders_single = True
         while (missing := self._faults_missing()) and time.monotonic() < deadline:
             for kind in missing:
                 self._check(submitting)
                 await self._strike(Fault(-1, kind, 0.0, rng.getrandbits(48)))
             await asyncio.sleep(1.0)
+
+    async def _wait_for_recovery(self, kind: str, submitting: asyncio.Task[None]) -> None:
+        """Of a fault that waits for a stream, from when it has met one."""
+        while self.stack.streams.is_awaited(kind):
+            self._check(submitting)
+            await asyncio.sleep(0.02)
+
+        async def look() -> Mapping[Name, State]:
+            self._check(submitting)
+            async with impatient(self.stack.redis_url) as redis:
+                return await episodes(redis, [job.id for job in self.watch.running()])
+
+        async def serves() -> bool:
+            line = self.stack.agent_line
+            return line is None or await answers(line.port)
+
+        began = time.monotonic()
+        left = await recovered(look, serves)
+        seconds = round(time.monotonic() - began, 3)
+        self._note("recovered.jsonl", kind=kind, seconds=seconds, left=["/".join(name) for name in left])
 
     def _faults_missing(self) -> list[str]:
         return [kind for kind in self.coverage.never_ran() if kind in WEIGHTS]
@@ -244,14 +291,20 @@ class Run:
     # The end
 
     async def _settle(self, submitting: asyncio.Task[None]) -> None:
-        deadline = time.monotonic() + self.options.settle_s
+        reached, at = self._progress(), time.monotonic()
         while (open_jobs := self.watch.open()) or self._wants_jobs or self._is_submitting or self._after:
             self._check(submitting)
             await self.users.let_everybody_go()
-            if time.monotonic() > deadline:
+            if reached != (now := self._progress()):
+                reached, at = now, time.monotonic()
+            if time.monotonic() > at + self.options.settle_s:
                 still = ", ".join(f"{job.id} at step {job.step} ({job.status})" for job in open_jobs)
-                raise RunFailed(f"not over {self.options.settle_s:.0f} s after the last fault: {still}")
+                raise RunFailed(f"nothing strikes, and no step was taken in {self.options.settle_s:.0f} s: {still}")
             await asyncio.sleep(0.1)
+
+    def _progress(self) -> tuple[int, int, int]:
+        """What only grows, and not for ever."""
+        return self.watch.num_steps, self._num_submitted, len(self.watch.jobs) - len(self.watch.open())
 
     def _note_kinds_of_jobs(self) -> None:
         for job, kinds in self._kinds.items():
@@ -261,13 +314,14 @@ class Run:
 
     async def _leave(self) -> None:
         self._note_kinds_of_jobs()
-        obstinate = await self.stack.leave()
+        for name in tried(Evidence(self.work)):
+            self.coverage.ran(f"attack {name}")
+        await self.stack.leave()
         await self.stack.close()
         left = await self._left_processes()
         end = {
-            "crashes": [asdict(crash) for crash in self.stack.nursery.crashes],
-            "obstinate": obstinate,
-            "statuses": self.stack.nursery.statuses,
+            "ends": [asdict(end) for end in self.stack.nursery.ends],
+            "absences": [asdict(absence) for absence in self.stack.absences.noted],
             "left_processes": left,
             "num_redis_starts": self.stack.num_redis_starts,
             "recoveries": self.recoveries.to_dict(),
@@ -292,7 +346,7 @@ class Run:
             now = ", ".join(f"{job.step}" for job in self.watch.running())
             print(
                 f"{time.monotonic() - self._began:6.0f} s  {self.recoveries.total()} faults, {self.watch.num_steps} "
-                f"steps, {len(over)} jobs over, at step {now or '-'}, {len(self.stack.nursery.crashes)} crashes",
+                f"steps, {len(over)} jobs over, at step {now or '-'}, {self.stack.nursery.num_crashes} crashes",
                 flush=True,
             )
 

@@ -44,7 +44,17 @@ WEIGHTS = {
     "change settings": 3,
     "hold job": 2,
     "give job up": 1,
+    "kill gateway": 5,
+    "kill gateway in a stream": 3,
+    "kill engine in a stream": 2,
+    "kill hosts in a stream": 1,
+    "kill hosts of agents": 2,
+    "stop gateway": 2,
+    "cut agents": 4,
+    "lose agent's answer": 4,
 }
+OF_AGENTS = frozenset(list(WEIGHTS)[-8:])
+"""Kinds that only strike where agents play."""
 OVER_GROUP = {f"kill engine at {call}" for call in ("join", "begin", "send", "end")}
 """Kinds that only strike where weights are sent, and the one that only strikes where they are read from the disk."""
 FROM_DISK = {"kill engine at load"}

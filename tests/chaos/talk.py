@@ -1,4 +1,4 @@
-"""What the engine of a chaos run says, and what its world answers: both functions that the oracle computes again.
+"""What the engine of a chaos run says: a function that the oracle computes again, as what a world answers is (`chain`).
 
 The rule kept here: everything but the first token of a turn follows from the tokens before it. So whoever has the
 tokens of an episode can say of each whether an engine and a world have said it, and in one attempt.
@@ -48,11 +48,6 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.add_tokens([AddedToken(token, special=False) for token in _CONTROL])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def chain(before: str, number: int) -> str:
-    """What a world that stood at ``before`` says after ``number`` was added."""
-    return hashlib.sha256(f"{before}+{number}".encode()).hexdigest()[:6]
 
 
 class Talker:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -110,6 +111,10 @@ async def test_only_a_record_that_is_there_becomes_garbage(tmp_path: Path) -> No
         client = connect(server.url)
         told = list[int]()
         assert await damage_record(client, "job_a", "episodes", random.Random(1), told.append) is None
+        ended = msgspec.msgpack.encode({"done": True})
+        await client.hset(key, "7:0", ended)
+        assert await damage_record(client, "job_a", "episodes", random.Random(1), told.append) is None
+        assert told == []
         await client.hset(key, "12:1", b"a record")
         assert await damage_record(client, "job_a", "episodes", random.Random(1), told.append) == 12
         assert told == [12]

@@ -81,8 +81,13 @@ def take_a_token_for_younger(job: MadeUp) -> None:
 
 
 def train_what_is_too_old(job: MadeUp) -> None:
-    extra: Any = job.batches[4, 4].extra
-    extra["staleness"] = {"1": 2}
+    _holds_what_is_too_old(job)
+
+
+def _holds_what_is_too_old(job: MadeUp, num_actions: int = 1) -> None:
+    batch: Any = job.batches[4, 4]
+    batch.extra["staleness"]["1"] = 2
+    batch.groups[0].trajectories[0].segments.append(SimpleNamespace(version=1, num_actions=num_actions))
 
 
 def start_too_many(job: MadeUp) -> None:
@@ -114,6 +119,12 @@ def test_a_flaw_is_found(flaw: Callable[[MadeUp], None], said: str) -> None:
     flaw(job)
     found = [problem for check in CHECKS for problem in check(job)]
     assert any(said in problem for problem in found), found
+
+
+def test_an_end_of_which_nothing_was_sampled_is_as_old_as_it_likes() -> None:
+    job = MadeUp()
+    _holds_what_is_too_old(job, num_actions=0)
+    assert list(judge_lineage.nothing_is_too_old(job)) == []
 
 
 @pytest.mark.parametrize(

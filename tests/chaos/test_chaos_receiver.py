@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import httpx
-import torch
-from safetensors.torch import load_file
 
 from services.engines.errors import EngineUnavailable
 from services.engines.sglang import EngineClient
+from services.engines.weight_buckets import buckets_in
 from services.engines.weight_group import WeightGroup
 from services.process.ports import free_port
+from tests.apparatus.warm_python import program
 from tests.chaos.model import write_model
 from tests.chaos.receiver import OTHERS, WEIGHTS
 
@@ -30,7 +29,7 @@ async def test_what_was_sent_is_noted_as_what_was_published_or_as_something_else
     port = free_port()
     # A process of its own: torch keeps one list of groups in each.
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from tests.chaos.engine import main; raise SystemExit(main())"),
+        *(program(), "-m", "tests.chaos.engine"),
         *("--model", str(tmp_path / "model"), "--port", str(port), "--loads", str(loads), "--data", str(data)),
         cwd=ROOT,
     )
@@ -39,11 +38,11 @@ async def test_what_was_sent_is_noted_as_what_was_published_or_as_something_else
             engine = EngineClient(f"http://127.0.0.1:{port}", http)
             await until_it_answers(engine)
             group = await WeightGroup.join([engine])
-            tensors = load_file(folder / WEIGHTS)
-            await group.send(tensors, f"{JOB}/1/3")
+            assert await group.send(buckets_in(folder), f"{JOB}/1/3") is None
             assert (await engine.info()).label == f"{JOB}/1/3"
-            name = sorted(tensors)[0]
-            await group.send(tensors | {name: torch.zeros_like(tensors[name])}, f"{JOB}/1/3")
+            others = buckets_in(folder)
+            others[0].data.zero_()
+            assert await group.send(others, f"{JOB}/1/3") is None
             await group.close()
     finally:
         process.terminate()

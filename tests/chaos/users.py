@@ -22,7 +22,9 @@ from tests.chaos.watch import Watch
 
 SUBMIT_FOR_S = 120.0
 PAUSED_FOR_S = (0.5, 3.0)
-PAUSES_WITHIN_S = 20.0
+PAUSES_WITHIN_S = 120.0
+STEPS_ENOUGH = 3
+"""After so many steps that it took in spite of the request, enough is seen: on a slow machine that takes its time."""
 RETRY_S = 0.2
 FIRST_EXTRA = 10_000
 """Numbers of jobs that are submitted to be given up begin here."""
@@ -62,7 +64,8 @@ class Users:
         if len(set(found)) > 1:
             raise RunFailed(f"the key {key} made the jobs {found}")
         self._note("submissions.jsonl", key=key, accepted=found[0])
-        self._watch.add(found[0], self._stack.data / "jobs" / found[0], is_extra=number >= FIRST_EXTRA)
+        directory, is_of_agents = self._stack.data / "jobs" / found[0], "agent" in spec["environments"][0]
+        self._watch.add(found[0], directory, is_of_agents=is_of_agents, is_extra=number >= FIRST_EXTRA)
         return str(found[0])
 
     def _send(self, url: str, spec: dict[str, Any], key: str) -> str:
@@ -109,21 +112,22 @@ class Users:
         answer = await self._ask(rng, lambda client: client.pause(job))
         self._note("acts.jsonl", act="pause", job=job, answer=answer if isinstance(answer, str) else "yes")
         seconds = rng.uniform(*PAUSED_FOR_S)
-        return Hit(job, [job], f"{seconds:.1f} s", self._let_go(job, seconds, rng))
+        return Hit(job, [job], f"{seconds:.1f} s", self._let_go(job, self._watch.jobs[job].step, seconds, rng))
 
-    async def _let_go(self, job: str, seconds: float, rng: random.Random) -> None:
+    async def _let_go(self, job: str, step: int, seconds: float, rng: random.Random) -> None:
         try:
-            if await self._stands(job):
+            if await self._stands(job, step + STEPS_ENOUGH):
                 self._note("acts.jsonl", act="stands", job=job)
                 await asyncio.sleep(seconds)
             await self._resume(job, rng)
         finally:
             self._held.discard(job)
 
-    async def _stands(self, job: str) -> bool:
-        deadline = time.monotonic() + PAUSES_WITHIN_S
-        while time.monotonic() < deadline and not self._watch.jobs[job].is_over:
-            if self._watch.jobs[job].status == "paused":
+    async def _stands(self, job: str, too_late: int) -> bool:
+        """False where it has ended, or goes on to the step ``too_late``."""
+        deadline, watched = time.monotonic() + PAUSES_WITHIN_S, self._watch.jobs[job]
+        while time.monotonic() < deadline and not watched.is_over and watched.step < too_late:
+            if watched.status == "paused":
                 return True
             await asyncio.sleep(0.05)
         return False
@@ -170,6 +174,9 @@ class Users:
             if time.monotonic() > deadline:
                 raise RunFailed(f"{job} could not be cancelled: {answer}")
             await asyncio.sleep(RETRY_S)
+
+    async def give_up(self, job: str, rng: random.Random) -> None:
+        await self._cancel(job, 0.0, rng)
 
     def _some_job(self, rng: random.Random) -> str | None:
         found = [one.id for one in self._watch.running() if one.step and one.id not in self._held]

@@ -40,6 +40,7 @@ class WatchedJob:
     step: int = 0
     is_over: bool = False
     status: str = ""
+    is_of_agents: bool = False
     is_extra: bool = False
     """It is there to be given up: no fault is recovered from by its steps."""
     num_read: int = 0
@@ -66,8 +67,8 @@ class Watch:
         """Dead letters that are written down."""
         self.num_steps = 0
 
-    def add(self, job: str, directory: Path, *, is_extra: bool = False) -> None:
-        self.jobs[job] = WatchedJob(job, directory, is_extra=is_extra)
+    def add(self, job: str, directory: Path, *, is_of_agents: bool = False, is_extra: bool = False) -> None:
+        self.jobs[job] = WatchedJob(job, directory, is_of_agents=is_of_agents, is_extra=is_extra)
 
     def open(self) -> list[WatchedJob]:
         return [job for job in self.jobs.values() if not job.is_over]

@@ -14,7 +14,8 @@ import os
 import uuid
 from typing import Any, ClassVar
 
-from tests.chaos.talk import chain
+from tests.chaos.attacking import HOST, attack
+from tests.chaos.chain import chain
 
 
 class Replayed:
@@ -85,6 +86,23 @@ class Drawn(Fresh):
     async def get_reward(self) -> float:
         """For a model that cannot call anything: chance, so that there is something to learn from."""
         return (int(self._run, 16) % 97) / 97
+
+
+class Hostile(Fresh):
+    """Add up."""
+
+    tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(900, 907)]
+    hosting: ClassVar[dict[str, int]] = {name: HOST[name] for name in ("sessions_per_process", "memory_mb", "file_mb")}
+
+    def __init__(self, ledger: str, in_turn: bool = False) -> None:
+        super().__init__(ledger)
+        self._is_in_turn = in_turn
+
+    async def reset(self, number: int, seed: int) -> str:
+        """Attacks before anything is said, so that whom it ends is not chosen by what was said."""
+        said = await super().reset(number, seed)
+        attack(self._ledger, self._run, seed if self._is_in_turn else int(self._run, 16))
+        return said
 
 
 WORLDS = (Replayed, Fresh, Kept)

@@ -20,6 +20,11 @@ LLAMA = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
 )
+GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+GLM_FORMAT = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
 FORMAT = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCAB_SIZE = 2048
 

@@ -9,7 +9,7 @@ from gspo_core.messages import Message
 from gspo_core.types import Split
 
 
-def call(name: str, **arguments: Any) -> ParsedTurn:
+def call(name: str, /, **arguments: Any) -> ParsedTurn:
     return ParsedTurn("", (ToolCall(name, arguments, CallStatus.OK, "", 0, 1),))
 
 

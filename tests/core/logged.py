@@ -8,19 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.types import (
-    CacheMode,
-    EpisodeKey,
-    Group,
-    Outcome,
-    Segment,
-    Spent,
-    Split,
-    StopReason,
-    Trajectory,
-    WeightFile,
-    WeightsManifest,
-)
+from gspo_core.types import CacheMode, EpisodeKey, Group, Outcome, Segment, Spent, Split, StopReason, Trajectory
+from gspo_core.versions import WeightFile, WeightsManifest
 
 WRITTEN = Path(__file__).parent / "log_bytes"
 EPOCH, STEP = 2, 1_000_017

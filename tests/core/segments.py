@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
+from gspo_core.types import NOTHING, Asked, CacheMode, EpisodeKey, Evidence, Outcome, Segment, Spent, StopReason
 
 JOB = "job-1"
 
@@ -70,6 +70,10 @@ keys = st.builds(
 )
 
 
+texts = st.dictionaries(names, names, max_size=3)
+evidence = st.just(NOTHING) | st.builds(Evidence, texts, texts)
+
+
 @st.composite
 def outcomes(draw: st.DrawFn) -> Outcome:
     stop_reason = draw(st.sampled_from(StopReason))
@@ -78,6 +82,7 @@ def outcomes(draw: st.DrawFn) -> Outcome:
         reward=draw(finite) if stop_reason.has_reward else None,
         reward_parts=draw(named_numbers),
         metrics=draw(named_numbers),
+        evidence=draw(evidence),
     )
 
 
@@ -98,15 +103,34 @@ def arrays(draw: st.DrawFn, num_tokens: int) -> dict[str, NDArray[Any]]:
 untrained = st.sets(st.integers(0, 2**31 - 1), max_size=4).map(lambda turns: tuple(sorted(turns)))
 
 
+paid = st.dictionaries(st.integers(0, 2**31 - 1), finite, max_size=4).map(
+    lambda rewards: tuple(sorted(rewards.items()))
+)
+
+
+again = st.dictionaries(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), max_size=4).map(
+    lambda times: tuple(sorted(times.items()))
+)
+
+
+@st.composite
+def asking(draw: st.DrawFn, turn: int) -> Asked:
+    parent = draw(st.none() | st.integers(0, turn - 1)) if turn else None
+    num_messages = draw(counts)
+    return Asked(parent, draw(names), draw(names), draw(names), num_messages, draw(st.integers(0, num_messages)))
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     outcome = draw(st.none() | outcomes())
+    turn = draw(counts)
+    asked = draw(st.none() | asking(turn))
     return Segment(
         key=draw(keys),
         attempt=draw(counts),
         branch=draw(counts),
         index=draw(counts),
-        turn=draw(counts),
+        turn=turn,
         version=draw(counts),
         temperature=draw(st.floats(min_value=0, exclude_min=True, allow_infinity=False)),
         engine_id=draw(names),
@@ -115,5 +139,9 @@ def segments(draw: st.DrawFn) -> Segment:
         outcome=outcome,
         spent=draw(st.none() | st.builds(Spent, seconds, seconds, seconds)),
         untrained_turns=draw(untrained) if outcome else (),
+        turn_rewards=draw(paid) if outcome else (),
+        repeated=draw(again) if outcome else (),
+        asked=asked,
+        user=draw(names | st.just("")) if asked else "",
         **draw(arrays(draw(st.integers(0 if outcome else 1, 40)))),
     )

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gspo_core import advantage as advantage_module
 from gspo_core.advantage import (
     AdvantageError,
+    advantages_of,
     batch_advantages,
     branch_weights,
     group_advantages,
     judge_group,
+    observations,
+    part_rewards,
     token_advantages,
     turn_advantages,
 )
 from gspo_core.objective_config import AdvantageConfig
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 
 CASES = json.loads((Path(__file__).parent / "vectors" / "group_advantages.json").read_text())["cases"]
 DEFAULT = AdvantageConfig()
@@ -246,7 +251,7 @@ def _no_minimum(right: Any) -> Any:
 
 
 def _never_dropped(right: Any) -> Any:
-    return lambda rewards, config: right(rewards, config.model_copy(update={"zero_variance": "keep"}))
+    return lambda rewards, config, *_: right(rewards, config.model_copy(update={"zero_variance": "keep"}))
 
 
 def _first_member_is_the_baseline(right: Any) -> Any:
@@ -295,6 +300,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zero_variance": {"zero_variance": "drop"},
     "turn_reward_weight": {"turn_reward_weight": 0.5},
     "turn_discount": {"turn_reward_weight": 0.5, "turn_discount": 0.5},
+    "turn_groups": {"turn_reward_weight": 0.5, "turn_groups": "observation"},
+    "part_weights": {"part_weights": {"exact": 1.0, "form": 0.5}},
 }
 
 
@@ -303,23 +310,86 @@ def everything(config: AdvantageConfig) -> Any:
     rewards: list[float | None] = [1.0, 0.0, 0.3, None, 0.5, 0.5, 0.5]
     batch = batch_advantages(rewards, [0, 0, 0, 0, 1, 1, 1], config)
     turns = [[0.0, 1.0, 2.0], [0.5, None, 1.0], [0.2, 0.0], [None]]
-    by_turn = turn_advantages(rewards[:4], turns, config) if config.turn_reward_weight else None
-    return batch.advantages, batch.kept, by_turn
+    seen = [["a", "b", "c"], ["a", "c", "b"], ["a", "b"], ["a"]] if config.turn_groups == "observation" else None
+    by_turn = turn_advantages(rewards[:4], turns, config, seen) if config.turn_reward_weight else None
+    parts = [{"exact": 1.0, "form": 0.2}, {"exact": 0.0, "form": 0.4}, None]
+    return batch.advantages, batch.kept, by_turn, part_rewards(parts, config)
 
 
 @pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_centered_std", "none"])
 @pytest.mark.parametrize("key", AdvantageConfig.model_fields)
 def test_every_key_acts_or_is_refused(key: str, scale: str) -> None:
-    before = {"scale": scale, "turn_reward_weight": 0.5} if key == "turn_discount" else {"scale": scale}
+    of_turns = key in ("turn_discount", "turn_groups")
+    before = {"scale": scale, "turn_reward_weight": 0.5} if of_turns else {"scale": scale}
     after = {**before, **CHANGES[key]}
     if key == "scale" and scale == "batch_std":
         after = {"scale": "none"}
     try:
         configs = [AdvantageConfig(**given) for given in (before, after)]
     except ValueError:
-        assert scale == "none" or key.startswith("turn"), "only keys that cannot act are refused"
+        assert scale == "none" or key.startswith(("turn", "part")), "only keys that cannot act are refused"
         return
     assert everything(configs[0]) != everything(configs[1])
+
+
+# Parts of the reward
+
+
+def test_parts_by_hand() -> None:
+    """Correctness of 1, 0, 0 and a form of .9, .1, .2: as one reward the form hardly counts; by itself it does."""
+    config = AdvantageConfig(scale="batch_std", part_weights={"right": 1.0, "form": 2.0}, ddof=0, eps=1e-12)
+    parts = [{"right": 1.0, "form": 0.2}, {"right": 0.0, "form": 0.9}, None, {"right": 0.0, "form": 0.1}]
+    right = np.array([2.0, -1.0, -1.0]) / math.sqrt(2.0)
+    form = np.array([-0.2, 0.5, -0.3]) / math.sqrt((0.04 + 0.25 + 0.09) / 3)
+    expected = right + 2 * form
+    found = part_rewards(parts, config)
+    assert found[2] is None
+    np.testing.assert_allclose([value for value in found if value is not None], expected, rtol=1e-9)
+    batch = batch_advantages(found, [0] * 4, config)
+    np.testing.assert_allclose([batch.advantages[place] for place in (0, 1, 3)], expected / expected.std(), rtol=1e-9)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.floats(0.01, 100), st.floats(-10, 10))
+def test_the_unit_of_a_part_changes_nothing(values: list[float], unit: float, zero: float) -> None:
+    config = AdvantageConfig(scale="batch_std", part_weights={"form": 1.0}, eps=0.0, min_std=1e-9)
+    assume(np.std(values) > 1e-3)
+    plain = part_rewards([{"form": value} for value in values], config)
+    scaled = part_rewards([{"form": unit * value + zero} for value in values], config)
+    np.testing.assert_allclose(np.array(scaled, float), np.array(plain, float), atol=1e-6)
+
+
+def test_a_part_that_all_have_alike_teaches_nothing_and_one_that_nobody_has_is_0() -> None:
+    config = AdvantageConfig(scale="batch_std", part_weights={"form": 1.0, "absent": 1.0})
+    assert part_rewards([{"form": 0.3}, {"form": 0.3}], config) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scale": "group_std"}, {"scale": "batch_centered_std"}, {"zero_variance": "drop"}]
+)
+def test_what_parts_cannot_stand_beside_is_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"part_weights: .*{next(iter(changes))}"):
+        AdvantageConfig(**{"scale": "batch_std", "part_weights": {"form": 1.0}, **changes})
+
+
+def group_of(parts: list[dict[str, float]]) -> Group:
+    """Episodes of one token, with these parts of their rewards."""
+    tokens = np.array([1], np.int32), np.array([True]), np.array([-1.0], np.float32)
+    members = []
+    for member, own in enumerate(parts):
+        outcome = Outcome(StopReason.COMPLETED, sum(own.values()), own)
+        key = EpisodeKey("job", 0, member)
+        members.append(Trajectory((Segment(key, 0, 0, 0, 0, 1, 1.0, "engine", *tokens, outcome=outcome),)))
+    return Group("job", 0, Split.TRAIN, 0, len(parts), tuple(members))
+
+
+def test_episodes_of_a_group_are_compared_by_their_parts() -> None:
+    group = group_of([{"right": 1.0, "form": 0.2}, {"right": 0.0, "form": 0.9}, {"right": 0.0, "form": 0.1}])
+    config = AdvantageConfig(scale="batch_std", part_weights={"form": 1.0})
+    found = advantages_of([group], config).advantages
+    by_hand = part_rewards([{"form": 0.2}, {"form": 0.9}, {"form": 0.1}], config)
+    assert found == batch_advantages(by_hand, [0] * 3, config).advantages
+    assert np.argmax(found) == 1
+    assert np.argmax(advantages_of([group], AdvantageConfig()).advantages) == 0
 
 
 # Turns and branches
@@ -349,6 +419,42 @@ def test_a_turn_is_compared_with_the_members_that_reached_it() -> None:
     assert (first[0], second[0], short[0]) == (-0.25, 0.25, 0.0)
 
 
+def test_turns_are_compared_with_those_that_read_the_same() -> None:
+    """The second member comes to the door a turn later than the first, and again: three turns at one door."""
+    config = AdvantageConfig(scale="none", turn_reward_weight=1.0, turn_groups="observation")
+    turns = [[0.0, 3.0], [0.0, 0.0, 1.0, 2.0]]
+    seen = [["start", "door"], ["start", "hall", "door", "door"]]
+    returns = [[3.0, 3.0], [3.0, 3.0, 3.0, 2.0]]
+    door = (3.0 + 3.0 + 2.0) / 3
+    assert turn_advantages([0.0, 0.0], turns, config, seen) == [
+        [0.0, pytest.approx(returns[0][1] - door)],
+        [0.0, 0.0, pytest.approx(returns[1][2] - door), pytest.approx(returns[1][3] - door)],
+    ]
+
+
+def test_an_observation_is_what_was_read_before_the_first_sampled_token() -> None:
+    def segment(index: int, turn: int, ids: list[int], sampled: list[bool], **more: Any) -> Segment:
+        tokens = np.array(ids, np.int32), np.array(sampled), np.where(sampled, -1.0, 0.0).astype(np.float32)
+        return Segment(EpisodeKey("job", 0, 0), 0, 0, index, turn, 1, 1.0, "engine", *tokens, **more)
+
+    outcome = Outcome(StopReason.COMPLETED, 1.0, {})
+    episode = Trajectory(
+        (
+            segment(0, 0, [1, 2, 7], [False, False, True]),
+            segment(1, 0, [8], [True]),
+            segment(2, 1, [3], [False]),
+            segment(3, 1, [4, 9, 5], [False, True, False], outcome=outcome),
+        )
+    )
+    assert observations(episode) == [np.array(one, np.int32).tobytes() for one in ([1, 2], [3, 4])]
+
+
+@pytest.mark.parametrize("changes", [{}, {"turn_reward_weight": 1.0, "zero_variance": "drop"}])
+def test_comparing_by_observations_is_refused_where_it_cannot_act(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="turn_groups: "):
+        AdvantageConfig(turn_groups="observation", **changes)
+
+
 def test_without_turn_rewards_every_turn_has_the_episodes_advantage() -> None:
     rewards = [1.0, 0.0, 0.5]
     turns: list[list[float | None]] = [[None], [None, None], [None, None, None]]
@@ -356,6 +462,76 @@ def test_without_turn_rewards_every_turn_has_the_episodes_advantage() -> None:
     assert turn_advantages(rewards, turns, DEFAULT) == expected
     weighted = AdvantageConfig(turn_reward_weight=2.0)
     assert turn_advantages(rewards, turns, weighted) == expected
+
+
+def test_numbers_of_turns_by_hand() -> None:
+    """Three members, two turns, computed on paper: mean and sample deviation of the returns at each turn."""
+    config = AdvantageConfig(turn_reward_weight=0.5, turn_discount=0.5, eps=0.0, min_std=1e-9)
+    # Rewards 3, 1, 2: mean 2, deviation 1. Returns from turn 0: 1 + 0.5 * 2 = 2, 0 + 0.5 * 0 = 0, 1 + 0 = 1: mean 1,
+    # deviation 1. From turn 1: 2 and 0: mean 1, deviation sqrt(2), so +-1/sqrt(2); the third had ended.
+    found = batch_advantages([3.0, 1.0, 2.0], ["g"] * 3, config, [[1.0, 2.0], [None, None], [1.0]])
+    root = 0.5 / 2**0.5
+    assert found.by_turn is not None
+    for values, expected in zip(found.by_turn, [[1.5, 1 + root], [-1.5, -1 - root], [0.0]], strict=True):
+        assert values == pytest.approx(expected, abs=1e-15)
+    assert found.advantages == [1.0, -1.0, 0.0]
+
+
+Members = list[tuple[float | None, list[float | None]]]
+paid = st.integers(-8, 8).map(lambda eighths: eighths / 8)
+members_of_groups = st.lists(
+    st.lists(st.tuples(st.none() | paid, st.lists(st.none() | paid, min_size=1, max_size=4)), min_size=1, max_size=5),
+    min_size=1,
+    max_size=3,
+)
+
+
+def _flat(groups: list[Members]) -> tuple[list[float | None], list[int], list[list[float | None]]]:
+    rows = [(reward, place, turns) for place, group in enumerate(groups) for reward, turns in group]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+@given(members_of_groups, st.sampled_from(["group_std", "none"]), st.sampled_from(["keep", "drop"]))
+def test_a_weight_of_0_is_as_if_turns_had_no_rewards(groups: list[Members], scale: str, zero_variance: str) -> None:
+    rewards, ids, turns = _flat(groups)
+    config = AdvantageConfig.model_validate({"scale": scale, "zero_variance": zero_variance})
+    assert batch_advantages(rewards, ids, config, turns) == batch_advantages(rewards, ids, config)
+
+
+@given(members_of_groups, st.integers(-4, 4), st.randoms())
+def test_what_every_turn_is_paid_alike_changes_nothing(groups: list[Members], more: int, rng: random.Random) -> None:
+    """Nor does the order of the members, nor another group beside theirs."""
+    rewards, ids, turns = _flat([[(reward, [*paid, *[0.0] * (4 - len(paid))]) for reward, paid in g] for g in groups])
+    config = AdvantageConfig(scale="none", turn_reward_weight=0.5)
+    before = batch_advantages(rewards, ids, config, turns).by_turn
+    raised = [[(reward or 0.0) + more for reward in row] for row in turns]
+    after = batch_advantages(rewards, ids, config, raised).by_turn
+    assert before is not None
+    assert after is not None
+    assert np.allclose(before, after, atol=1e-12)
+    order = rng.sample(range(len(rewards)), len(rewards))
+    again = [rewards[place] for place in order], [ids[place] for place in order]
+    moved = batch_advantages(*again, config, [turns[place] for place in order])
+    assert moved.by_turn is not None
+    assert np.allclose(moved.by_turn, [before[place] for place in order], atol=1e-12)
+    first = [place for place, group in enumerate(ids) if group == ids[0]]
+    alone = turn_advantages([rewards[place] for place in first], [turns[place] for place in first], config)
+    assert alone == [before[place] for place in first]
+    for place, reward in enumerate(rewards):
+        assert reward is not None or not any(before[place]), "without a reward there is nothing to learn"
+
+
+def test_a_group_of_equal_rewards_is_kept_for_its_turns() -> None:
+    config = AdvantageConfig(zero_variance="drop", turn_reward_weight=1.0)
+    turns = [[1.0, 0.0], [0.0, 1.0]]
+    found = batch_advantages([1.0, 1.0], ["g"] * 2, config, turns)
+    assert found.kept == [True, True]
+    assert found.by_turn is not None
+    assert found.by_turn[0][1] < 0 < found.by_turn[1][1]
+    assert judge_group([1.0, 1.0], config, turns).zero_variance
+    assert batch_advantages([1.0, 1.0], ["g"] * 2, config, [[0.5, 0.5], [0.5, 0.5]]).kept == [False, False]
+    plain = AdvantageConfig(zero_variance="drop")
+    assert batch_advantages([1.0, 1.0], ["g"] * 2, plain, turns).kept == [False, False]
 
 
 def test_tokens_get_their_turns_advantage() -> None:

@@ -255,6 +255,21 @@ def test_reasoning_that_the_prompt_opened_is_closed_too(codec: HermesCodec) -> N
     assert codec.tokenizer.decode(bridge).startswith("</think><|im_end|>")
 
 
+@pytest.mark.parametrize(("reasons", "thought"), [(False, ""), (True, "<think>\n\n</think>\n\n")])
+def test_a_call_is_begun_for_the_policy_behind_what_its_style_writes_first(
+    tokenizer: Tokenizer, reasons: bool, thought: str
+) -> None:
+    codec = HermesCodec(tokenizer, reasons=reasons)
+    begun = codec.call_opening("add")
+    assert begun == ids_of(codec, thought + '<tool_call>\n{"name": "add", "arguments":')
+    said = [*begun, *ids_of(codec, ' {"x": 2}}\n</tool_call><|im_end|>')]
+    turn = codec.parse(said, TOOLS)
+    assert [(call.name, call.arguments, call.status) for call in turn.calls] == [("add", {"x": 2}, "ok")]
+    assert codec.tokenizer.decode(codec.call_opening()) == thought + "<tool_call>\n"
+    history = codec.render([{"role": "user", "content": "x"}, codec.message(said)], generation_prompt=False)
+    assert codec.tokenizer.decode(history).endswith(codec.tokenizer.decode(said) + "\n")
+
+
 def test_many_turns_of_random_tokens_never_change_what_came_before(codec: HermesCodec) -> None:
     """200 episodes of up to six turns: every prompt begins with the one before and what was sampled."""
     generator = random.Random(0)

@@ -20,11 +20,12 @@ from gspo_core.chat import (
     UnsuitableTokenizer,
     load_codec,
     load_tokenizer,
+    read_glm_xml,
     read_qwen_xml,
 )
 from gspo_core.chat.turns import TurnReader
 from gspo_core.messages import CallStatus
-from tests.core.chat_kit import CHATML, LLAMA, TOOLS, write_template, write_tokenizer
+from tests.core.chat_kit import CHATML, GLM, GLM_FORMAT, LLAMA, TOOLS, write_template, write_tokenizer
 
 PLAIN = """\
 {%- for m in messages -%}
@@ -192,6 +193,186 @@ def test_only_single_calls_are_written_where_the_template_takes_no_more(folder: 
     assert codec.message(sample(codec, call + call)) == {"role": "assistant", "content": call + call}
     with pytest.raises(TemplateRefused, match="says: one"):
         codec.render([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}] * 2}])
+
+
+# --- turns that end with what opens the next message (GLM) ----------------------------------------------------------
+
+OPENING = """\
+[gMASK]<sop>{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{{ '<|observation|>' if loop.first or messages[loop.index0 - 1].role != 'tool' else '' }}
+{{- '\\n' + m.content }}
+{%- else -%}
+{{ '<|' + m.role + '|>\\n' + m.content }}
+{%- for c in m.tool_calls or [] -%}
+{{ '<tool_call>' + c.function.name + '\\n' }}
+{%- for key, value in c.function.arguments.items() -%}
+<arg_key>{{ key }}</arg_key><arg_value>{{ value | tojson if value is not string else value }}</arg_value>
+{%- endfor -%}
+</tool_call>
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|assistant|>' if add_generation_prompt else '' }}
+"""
+
+
+@pytest.fixture(scope="module")
+def opening(tmp_path_factory: pytest.TempPathFactory) -> TemplateCodec:
+    folder = write_tokenizer(tmp_path_factory.mktemp("opening"), GLM, added=GLM_FORMAT)
+    codec = load_codec(write_template(folder, OPENING))
+    assert isinstance(codec, TemplateCodec)
+    return codec
+
+
+@pytest.mark.parametrize(
+    ("end", "bridged"),
+    [
+        ("<|observation|>", "\n2<|assistant|>"),
+        ("", "<|observation|>\n2<|assistant|>"),
+        ("<|user|>", "<|observation|>\n2<|assistant|>"),  # sampled, so it stays
+    ],
+)
+def test_a_turn_that_ends_with_what_opens_the_next_message_is_continued_behind_it(
+    opening: TemplateCodec, end: str, bridged: str
+) -> None:
+    assert opening.tokenizer.decode(opening.stop_ids) == "<|user|><|observation|><|system|>"
+    prompt = opening.render(QUESTION, TOOLS)
+    call = "<tool_call>add\n<arg_key>x</arg_key><arg_value>2</arg_value></tool_call>"
+    said = opening.tokenizer.encode_whole(f"\n{call}{end}")
+    parsed = opening.parse(said, TOOLS)
+    assert [(call.name, call.arguments, call.status) for call in parsed.calls] == [("add", {"x": 2}, "ok")]
+    assert parsed.complete == bool(end)
+    bridge = opening.bridge(prompt, said, [{"role": "tool", "content": "2"}], history=QUESTION, tools=TOOLS)
+    assert isinstance(bridge, list)
+    assert opening.tokenizer.decode(bridge) == bridged
+
+
+def test_a_conversation_of_such_turns_only_grows(opening: TemplateCodec) -> None:
+    history, ids = list(QUESTION), opening.render(QUESTION)
+    for answer, question in (("\nSo.", "And?"), ("\nSo!", "Or?")):
+        said = [*opening.tokenizer.encode_whole(answer), opening.stop_ids[0]]
+        bridge = opening.bridge(ids, said, [{"role": "user", "content": question}], history=history)
+        assert isinstance(bridge, list)
+        ids = [*ids, *said, *bridge]
+        history += [opening.message(said), {"role": "user", "content": question}]
+    assert ids == opening.render(history)
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "arguments", "status"),
+    [
+        ("add\n<arg_key>x</arg_key>\n<arg_value>12</arg_value>\n", "add", {"x": 12}, "ok"),
+        ("add", "add", {}, "ok"),
+        (
+            "add\n<arg_key>text</arg_key><arg_value> 1 </arg_value><arg_key>flags</arg_key><arg_value>[1]</arg_value>",
+            *("add", {"text": " 1 ", "flags": [1]}, "ok"),
+        ),
+        ("add\n<arg_key>x</arg_key><arg_value>two</arg_value>", "add", {"x": "two"}, "ok"),
+        ("add\n<arg_key>x</arg_key>", "add", {}, "malformed_structure"),
+        ("add\n<arg_key>x</arg_key><arg_value>1</arg_value> and more", "add", {"x": 1}, "malformed_structure"),
+        ("add it\nnow", "add it\nnow", {}, "malformed_structure"),
+        ("<arg_key>x</arg_key><arg_value>1</arg_value>", None, {"x": "1"}, "missing_name"),
+    ],
+)
+def test_calls_of_glm(body: str, name: str | None, arguments: dict[str, Any], status: str) -> None:
+    assert read_glm_xml(body, TOOLS) == (name, arguments, status)
+
+
+def test_values_are_typed_by_the_choices_of_their_schema() -> None:
+    choices: list[Any] = [{"type": "integer"}, {"type": "null"}]
+    parameters: Any = {"type": "object", "properties": {"x": {"anyOf": choices}, "y": {"anyOf": [{"type": "string"}]}}}
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    body = "add<arg_key>x</arg_key><arg_value>2</arg_value><arg_key>y</arg_key><arg_value>2</arg_value>"
+    assert read_glm_xml(body, [tool])[1] == {"x": 2, "y": "2"}
+
+
+# --- formats that are refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ tools }}<|tool_call>", "writes tool calls as Gemma 4 does, which nothing here reads"),
+        ("{{ tools }}[TOOL_CALLS]", "writes tool calls as Mistral does"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "writes tool calls as DeepSeek does"),
+        ("{{ tools }}", "is none whose tool calls are known"),
+        ("<|channel|>", r"speaks harmony \(gpt-oss\): a turn of it consists of several messages"),
+    ],
+)
+def test_formats_that_cannot_be_spoken_are_refused_by_name(folder: Path, template: str, problem: str) -> None:
+    with pytest.raises(UnsuitableChat, match=problem):
+        load_codec(write_template(folder, template + "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
+
+
+def test_a_model_that_is_shown_no_tools_is_given_none(folder: Path) -> None:
+    """As Gemma 3 is: its template does not mention them, so the policy would never know."""
+    silent = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    codec = load_codec(write_template(folder, silent))
+    assert codec.render(QUESTION)
+    with pytest.raises(TemplateRefused, match="shows the model no tools, and there are some"):
+        codec.render(QUESTION, TOOLS)
+
+
+# --- a call that is begun for the policy --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("calls", "anything", "named", "rest"),
+    [
+        (
+            "hermes",
+            "<tool_call>\n",
+            '<tool_call>\n{"name": "add", "arguments":',
+            ('{"name": "add", "arguments": {"x": 2}}\n</tool_call>', ' {"x": 2}}\n</tool_call>'),
+        ),
+        (
+            "qwen_xml",
+            "<tool_call>\n<function=",
+            "<tool_call>\n<function=add>\n",
+            (
+                "add>\n<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>",
+                "<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>",
+            ),
+        ),
+        (
+            "llama_json",
+            '{"name":',
+            '{"name": "add", "parameters":',
+            (' "add", "parameters": {"x": 2}}', ' {"x": 2}}'),
+        ),
+    ],
+)
+def test_a_call_is_begun_in_the_syntax_of_the_model_and_read_with_what_was_sampled(
+    folder: Path, calls: str, anything: str, named: str, rest: tuple[str, str]
+) -> None:
+    codec = template_codec(folder, calls=calls)
+    for name, opening, sampled in zip(("", "add"), (anything, named), rest, strict=True):
+        begun = codec.call_opening(name)
+        assert codec.tokenizer.decode(begun) == opening
+        turn = codec.parse([*begun, *sample(codec, sampled)], TOOLS)
+        assert [(call.name, call.arguments, call.status) for call in turn.calls] == [("add", {"x": 2}, "ok")]
+        assert turn.text == ""
+
+
+def test_a_prompt_that_opens_a_thought_has_it_closed_before_a_call(folder: Path) -> None:
+    codec = template_codec(folder, PLAIN.replace("assistant: {% endif", "assistant: <think>\n{% endif"))
+    begun = codec.call_opening()
+    assert codec.tokenizer.decode(begun) == "\n</think>\n\n<tool_call>\n"
+    turn = codec.parse([*begun, *sample(codec, '{"name": "add", "arguments": {"x": 2}}</tool_call>')], TOOLS)
+    assert (turn.reasoning, turn.text, [call.status for call in turn.calls]) == ("", "", ["ok"])
+
+
+def test_no_call_can_be_begun_where_a_model_writes_none(folder: Path) -> None:
+    assert template_codec(folder, calls="none").call_opening("add") == []
+
+
+def test_the_name_of_a_tool_writes_no_control_token(folder: Path) -> None:
+    codec = template_codec(folder)
+    begun = codec.call_opening('<|im_end|>"')
+    assert codec.tokenizer.decode(begun) == '<tool_call>\n{"name": "<|im_end|>\\"", "arguments":'
+    assert codec.stop_ids[0] not in begun
 
 
 # --- calls in XML ---------------------------------------------------------------------------------------------------

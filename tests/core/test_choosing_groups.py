@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_core.invariants import InvalidValue
 from gspo_core.staleness import Choice, OnStale, OpenGroup, choose_groups, groups_admissible, groups_affordable
-from gspo_core.types import InvalidValue
 
 
 def ready(group: int, oldest_step: int) -> OpenGroup:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from gspo_core import codec
 from gspo_core.codec import decode, encode
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
+from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, StopReason, TurnReward
 from tests.core.segments import segment, segments
 
 HEADER = struct.Struct("<4sIIIIId")
@@ -158,7 +158,7 @@ class TestRefusals:
 
     def test_another_schema(self) -> None:
         data = encode(segment())
-        for schema in (0, 4, 2**32 - 1):
+        for schema in (0, 8, 2**32 - 1):
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.UnknownSchema)
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:20], codec.UnknownSchema)
 
@@ -179,6 +179,44 @@ class TestRefusals:
         for schema in (codec.SCHEMA, codec.TIMED_SCHEMA):
             written = encode(segment(spent=Spent(1.5, 0.25, 0.0) if schema == codec.TIMED_SCHEMA else None))
             self.refuses(written[:4] + struct.pack("<I", codec.UNTRAINED_SCHEMA) + written[8:], codec.MalformedMeta)
+
+    def test_rewards_of_turns_have_a_schema_of_their_own(self) -> None:
+        for spent, untrained in ((None, ()), (Spent(1.5, 0.25, 0.0), (2, 5))):
+            one = segment(spent=spent, untrained_turns=untrained, turn_rewards=((0, 0.5), (7, -1)))
+            data = encode(one)
+            assert data[4] == codec.REWARDED_SCHEMA
+            assert decode(data) == one
+            assert decode(data).turn_rewards == (TurnReward(0, 0.5), TurnReward(7, -1.0))
+            ends = [spent and list(spent), list(untrained), [[0, 0.5], [7, -1.0]]]
+            assert msgspec.msgpack.decode(meta_of(data))[13:] == ends
+            self.refuses(data[:4] + struct.pack("<I", codec.UNTRAINED_SCHEMA) + data[8:], codec.MalformedMeta)
+
+    def test_a_stop_reason_that_older_releases_do_not_know_says_so(self) -> None:
+        data = encode(segment(outcome=Outcome(StopReason.NO_REWARD)))
+        assert data[4] == codec.REWARDED_SCHEMA
+        assert decode(data).outcome == Outcome(StopReason.NO_REWARD)
+
+    def test_requests_of_agents_have_a_schema_of_their_own(self) -> None:
+        asked = Asked(2, "resampled", "messages", "claude", 5, 4)
+        for changes in ({"asked": asked, "turn": 3}, {"repeated": (Repeated(0, 2), Repeated(4, 1))}):
+            one = segment(**changes)
+            data = encode(one)
+            assert data[4] == codec.ASKED_SCHEMA
+            assert decode(data) == one
+            assert (decode(data).asked, decode(data).repeated) == (one.asked, one.repeated)
+            ends = [None, [], [], [list(again) for again in one.repeated], one.asked and list(one.asked)]
+            assert msgspec.msgpack.decode(meta_of(data))[13:] == ends
+            self.refuses(data[:4] + struct.pack("<I", codec.REWARDED_SCHEMA) + data[8:], codec.MalformedMeta)
+
+    def test_the_user_of_a_request_has_a_schema_of_its_own(self) -> None:
+        one = segment(asked=Asked(None, "", "messages", "claude", 1, 0), user="näme")
+        data = encode(one)
+        assert data[4] == codec.USER_SCHEMA
+        assert decode(data) == one
+        assert decode(data).user == "näme"
+        assert msgspec.msgpack.decode(meta_of(data))[13:] == [None, [], [], [], list(one.asked or ()), "näme"]
+        assert encode(segment(asked=one.asked))[4] == codec.ASKED_SCHEMA
+        self.refuses(data[:4] + struct.pack("<I", codec.ASKED_SCHEMA) + data[8:], codec.MalformedMeta)
 
     def test_cut_off_anywhere(self) -> None:
         data = encode(segment())

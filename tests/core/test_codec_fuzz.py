@@ -17,11 +17,11 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from gspo_core.codec import SegmentRejected, decode, encode
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
+from gspo_core.codec import EVIDENCE_SCHEMA, SegmentRejected, decode, encode
+from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
 from tests.core.segments import segment
 
-NUM_CASES = 120_000
+NUM_CASES = 160_000
 SEED = 20_261_120
 INTERESTING = (0, 1, 7, 8, 9, 31, 32, 127, 128, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 1e-5, 1.0, -1e-45, -3.4e38, -0.5)
@@ -35,6 +35,7 @@ def corpus(rng: random.Random) -> list[bytes]:
         n = rng.choice((0, 1, 2, 3, 8, 17, 64, 200))
         mask = numbers.random(n) < rng.random()
         final = n == 0 or rng.random() < 0.5
+        asked = rng.choice((None, Asked(None, "", "messages", "policy", 1, 0)))
         found.append(
             segment(
                 key=EpisodeKey(f"job-{number}", rng.randrange(2**40), rng.randrange(64)),
@@ -50,6 +51,10 @@ def corpus(rng: random.Random) -> list[bytes]:
                 outcome=Outcome(StopReason.COMPLETED, rng.random(), {"exact": 1.0}) if final else None,
                 spent=rng.choice((None, Spent(rng.random(), 0.25, 0.0))),
                 untrained_turns=rng.choice(((), (0, 7))) if final else (),
+                turn_rewards=rng.choice(((), ((0, 0.5), (3, -1.0)))) if final else (),
+                repeated=rng.choice(((), ((0, 2), (3, 1)))) if final else (),
+                asked=asked,
+                user=rng.choice(("", "somebody")) if asked else "",
             )
         )
     return [encode(one) for one in found]
@@ -114,8 +119,11 @@ DAMAGES: tuple[Callable[[random.Random, bytearray, bytes], bytes], ...] = (
 # --- a faulty writer: whatever was changed, the crc is right --------------------------------------------------------
 
 
+SCHEMAS = [struct.pack("<I", number) for number in range(1, EVIDENCE_SCHEMA + 1)]
+
+
 def seal(data: bytes) -> bytes:
-    schema = data[4:8] if data[4:8] in (b"\1\0\0\0", b"\2\0\0\0", b"\3\0\0\0") else b"\1\0\0\0"
+    schema = data[4:8] if data[4:8] in SCHEMAS else SCHEMAS[0]
     return b"GSEG" + schema + struct.pack("<I", crc32(data[12:])) + data[12:]
 
 
@@ -216,13 +224,19 @@ def holds(read: Segment) -> dict[str, Any]:
     """The same of a decoded segment."""
     end = read.outcome
     outcome = end and [end.stop_reason.value, end.reward, dict(end.reward_parts), dict(end.metrics)]
-    key = read.key
+    key, spent = read.key, read.spent and list(read.spent)
+    is_asked = bool(read.repeated) or read.asked is not None
+    has_no_reward = end is not None and end.stop_reason is StopReason.NO_REWARD
+    is_newest = bool(read.turn_rewards) or has_no_reward or is_asked
     return {
         "meta": [
             *(key.job, key.group, key.member, read.attempt, read.branch, read.index, read.turn, read.version),
             *(read.temperature, read.engine_id, read.cache_mode.value, read.turn_reward, outcome),
-            *([] if read.spent is None and not read.untrained_turns else [read.spent and list(read.spent)]),
-            *([list(read.untrained_turns)] if read.untrained_turns else []),
+            *([] if read.spent is None and not read.untrained_turns and not is_newest else [spent]),
+            *([list(read.untrained_turns)] if read.untrained_turns or is_newest else []),
+            *([[list(one) for one in read.turn_rewards]] if is_newest else []),
+            *([[list(one) for one in read.repeated], read.asked and list(read.asked)] if is_asked else []),
+            *([read.user] if read.user else []),
         ],
         "tokens": tuple(read.token_ids.tolist()),
         "logprobs": tuple(read.behavior_logprobs.tolist()),

@@ -89,6 +89,43 @@ class Unjudged:
 
 class Empty:
     tasks = []
+
+class Player:
+    limits = {"max_turns": 2}
+    num_tasks = 3
+
+    def __init__(self, words, bonus=0.0):
+        if not words:
+            raise ValueError("no words")
+        self.words, self.bonus, self.played = words, bonus, []
+
+    def tasks(self, index):
+        return {"word": self.words[index]}
+
+    async def run(self, task, llm, ctx):
+        self.played.append(task["word"])
+        ctx.metric("played", len(self.played))
+        return {"length": float(len(task["word"])), "bonus": self.bonus}
+
+player = Player(["one", "two", "six"])
+"""
+
+
+REWARDS = """
+import asyncio
+
+async def slowly(task, result):
+    await asyncio.sleep(0)
+    return {"right": float(task["word"] in str(result)), "bonus": 0.25}
+
+def whole(task, result, folder, ctx):
+    ctx.metric("letters", len(task["word"]))
+    return 0.5 * (result is not None)
+
+def undecided():
+    return None
+
+class Judge: ...
 """
 
 
@@ -96,7 +133,34 @@ class Empty:
 def agents(tmp_path: Path) -> str:
     path = tmp_path / "agents.py"
     path.write_text(AGENTS)
+    (tmp_path / "rewards.py").write_text(REWARDS)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"), [("slowly", (1.25, {"right": 1.0, "bonus": 0.25})), ("whole", (0.5, {}))]
+)
+async def test_a_function_of_the_job_judges_in_place_of_any_other(agents: str, function: str, reward: Any) -> None:
+    """Of a program, whose class would judge by itself."""
+    named = agents.replace("agents.py", f"rewards.py:{function}")
+    environment = load(f"{agents}:World", AgentStart(command=["echo", "four"], reward=named))
+    assert environment.has_judge
+    assert await play(environment) == reward
+
+
+async def test_a_reward_function_that_says_nothing_gives_no_reward(agents: str) -> None:
+    named = agents.replace("agents.py", "rewards.py:undecided")
+    with pytest.raises(EnvironmentFailed, match="the agent gave no reward"):
+        await play(load(f"{agents}:World", AgentStart(command=["echo", "four"], reward=named)))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("Judge", "is a type; agent.reward names a function"), ("absent", "has no 'absent'")]
+)
+def test_a_reward_function_that_is_none_is_refused(agents: str, name: str, why: str) -> None:
+    named = agents.replace("agents.py", f"rewards.py:{name}")
+    with pytest.raises(InvalidEnvironment, match=why):
+        load(f"{agents}:World", AgentStart(command=["echo"], reward=named))
 
 
 def load(ref: str, start: AgentStart | None = None, **config: Any) -> Any:
@@ -138,6 +202,32 @@ async def test_tasks_may_come_from_the_config(agents: str) -> None:
     environment = load(f"{agents}:run", tasks=[{"word": "sixteen"}])
     assert [environment.num_tasks(split) for split in Split] == [1, 0]
     assert await play(environment) == (8.0, {})
+
+
+async def test_a_class_with_run_is_made_once_and_plays_all_episodes(agents: str) -> None:
+    environment = load(f"{agents}:Player", words=["one", "three", "five"], bonus=0.5)
+    assert (environment.num_tasks(Split.TRAIN), environment.num_tasks(Split.EVAL)) == (3, 0)
+    assert environment.limits == {"max_turns": 2}
+    assert await play(environment) == (3.5, {"length": 3.0, "bonus": 0.5})
+    assert await play(environment, index=1) == (5.5, {"length": 5.0, "bonus": 0.5})
+    assert environment.found.played == ["one", "three"]
+    assert await play(load(f"{agents}:player"), index=2) == (3.0, {"length": 3.0, "bonus": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "problem"),
+    [
+        ("Player", {}, r"the config \[\] does not fit its __init__: missing a required argument: 'words'"),
+        ("Player", {"words": ["one"], "colour": 1}, "does not fit its __init__: got an unexpected keyword argument"),
+        ("Player", {"words": []}, "cannot be made: ValueError: no words"),
+        ("player", {"bonus": 1.0}, "got an unexpected keyword argument 'bonus'"),
+    ],
+)
+def test_a_class_that_does_not_fit_its_config_is_refused(
+    agents: str, name: str, config: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidEnvironment, match=problem):
+        load(f"{agents}:{name}", **config)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +294,10 @@ def test_what_cannot_be_an_agent_is_refused_with_what_to_change(
         load(f"{agents}:{name}", start, **config)
 
 
-def test_a_function_without_the_word_agent_says_what_the_job_lacks(agents: str) -> None:
+@pytest.mark.parametrize("name", ["run", "sync"])
+def test_a_function_without_the_word_agent_says_what_the_job_lacks(agents: str, name: str) -> None:
     with pytest.raises(NeedsAgent, match=r"write `agent: \{\}` beside its ref"):
-        load_environment(f"{agents}:run")
+        load_environment(f"{agents}:{name}")
 
 
 # --- programs

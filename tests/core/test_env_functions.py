@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,11 @@ from gspo_core.types import Split
 from tests.core.env_kit import call, play
 
 PRICES = {"tea": 3, "cake": 4}
+
+
+@dataclass
+class Parcel:
+    grams: int
 
 
 def price(item: str) -> int:
@@ -88,3 +95,18 @@ def test_a_function_that_samples_by_itself_is_named_in_the_contract_and_refused(
     (tmp_path / "agent.py").write_text("async def rollout(task, llm):\n    return 0.0\n")
     with pytest.raises(InvalidEnvironment, match="owns its loop, an agent: write `agent: "):
         load_environment(f"{tmp_path}/agent.py:rollout")
+
+
+async def test_functions_are_given_what_they_declare_and_so_is_the_reward() -> None:
+    def send(on: datetime.date, to: list[Parcel]) -> str:
+        """Send."""
+        return f"{on:%d.%m.} {to[0].grams}"
+
+    def reward(task: Any, messages: Any, calls: Any) -> float:
+        (only,) = calls
+        return float(only.arguments == {"on": datetime.date(2027, 3, 1), "to": [Parcel(5)]})
+
+    environment = PlainEnvironment(from_functions([send], tasks=[{"prompt": "go"}], reward=reward), {}, name="f")
+    played = await play(environment, call("send", on="2027-03-01", to=[{"grams": 5}]), "done")
+    assert played.answers[0]["content"] == "01.03. 5"
+    assert played.reward == 1.0

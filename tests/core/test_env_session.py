@@ -25,6 +25,7 @@ from gspo_core.env import (
     Timeouts,
     ToolCall,
 )
+from gspo_core.env.session import as_reward
 from gspo_core.types import Split, StopReason
 
 # Long enough for a tool that does nothing on a busy machine, short enough to wait for.
@@ -511,3 +512,30 @@ async def test_misuse_of_a_session_is_refused() -> None:
     await session.start({"target": 3}, 0)
     with pytest.raises(RuntimeError, match="only be started once"):
         await session.start({"target": 3}, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("", 1.0, "no name of a number"),
+        ("x" * 129, 1.0, "no name of a number: 1 to 128 printable characters, not 129"),
+        ("two\nlines", 1.0, "no name of a number"),
+        ("profit", 1e16, "profit is 1e\\+16, beyond 1e\\+15"),
+        ("one_more", 1.0, "one_more would be one more than 128"),
+    ],
+)
+def test_a_number_beyond_the_bounds_is_refused_by_its_name(name: str, value: float, told: str) -> None:
+    context = Context("job/0/0", 0, {})
+    for number in range(128):
+        context.metric(f"number/{number}", 1e15)
+    context.metric("number/0", -1e15)  # one that is known
+    with pytest.raises(ValueError, match=told):
+        context.metric(name, value)
+    assert len(context.metrics) == 128
+
+
+def test_a_reward_that_no_sum_survives_is_a_failure_of_the_environment() -> None:
+    with pytest.raises(EnvironmentFailed, match="profit is 1e\\+16, beyond 1e\\+15"):
+        as_reward({"profit": 1e16})
+    with pytest.raises(EnvironmentFailed, match="129 numbers of an episode"):
+        as_reward({f"part{number}": 0.0 for number in range(129)})

@@ -119,7 +119,7 @@ def test_positional_only_parameters_are_refused() -> None:
         (dict, {"type": "object"}),
         (dict[str, Any], {"type": "object"}),
         (list[list[float]], {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}),
-        (Annotated[int, "a count"], {"type": "integer"}),
+        (Annotated[int, "a count"], {"type": "integer", "description": "a count"}),
         (int | list[str], {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "string"}}]}),
         (Literal[1, 2], {"type": "integer", "enum": [1, 2]}),
         (Literal["a", 1], {"type": ["string", "integer"], "enum": ["a", 1]}),

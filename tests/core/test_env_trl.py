@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+import json
+from pathlib import Path
+from typing import Any, Literal, Optional
 
 import pytest
 
@@ -180,3 +183,118 @@ async def test_a_finished_environment_can_be_named_in_a_job(tmp_path: Any) -> No
     assert environment.describe()["num_tasks"] == {"train": 1, "eval": 0}
     with pytest.raises(InvalidEnvironment, match="takes no config"):
         load_environment(f"{tmp_path}/mine.py:world", {"a": 1})
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = 2
+
+
+def plain_one(x: int, y: float = 1.0) -> str:
+    """Do it.
+
+    At length,
+    over lines.
+
+    Args:
+        x: a number
+            of things
+        y: another: one
+
+    Returns:
+        What came of it.
+
+    Raises:
+        ValueError: never
+    """
+    return ""
+
+
+def choosing(colour: str, kind: Literal["a", 1], other: Colour) -> None:
+    """Choose.
+    Args:
+        colour: one (choices: ["red", " blue "])
+        kind: of it
+        other: hue
+    """
+
+
+def optional(a: int | None, b: Optional[str] = None, c: str | int | None = None) -> dict[str, int] | None:  # noqa: UP045
+    """Perhaps.
+
+    Args:
+        a: first
+        b: second
+        c: third
+    """
+    return None
+
+
+def containers(
+    a: list[list[int]], b: dict[str, float], c: tuple[int, str], d: list, e: dict, f: Any, g: list[str] | dict[str, int]
+) -> list[Colour]:
+    """Hold.
+
+    Args:
+        a: 1
+        b: 2
+        c: 3
+        d: 4
+        e: 5
+        f: 6
+        g: 7
+    """
+    return []
+
+
+def nothing() -> Path:
+    """Nothing."""
+    return Path()
+
+
+@pytest.mark.parametrize("function", [plain_one, choosing, optional, containers, nothing])
+def test_a_tool_is_described_as_transformers_does(function: Any) -> None:
+    """The very text of it, because the prompt is made of that."""
+    from transformers.utils import get_json_schema
+
+    environment = from_trl(tools=[function], dataset=[ROW], reward_funcs=length)
+    assert json.dumps(list(environment.tools)) == json.dumps([get_json_schema(function)])
+
+
+def test_a_method_is_described_as_transformers_does() -> None:
+    from transformers.utils import get_json_schema
+
+    assert [json.dumps(tool) for tool in from_trl(Doubling).tools] == [
+        json.dumps(get_json_schema(getattr(Doubling(), name))) for name in ("double", "shout")
+    ]
+
+
+async def test_tools_alone_are_an_environment() -> None:
+    async def later(text: str) -> str:
+        """Wait.
+
+        Args:
+            text: what
+        """
+        return text * 2
+
+    def right(completions: list[list[Any]], **_: Any) -> list[float]:
+        return [float(completions[0][-1]["content"] == "xx")]
+
+    environment = from_trl(tools=[later, plain_one], dataset=[ROW], reward_funcs=right)
+    played = await play(environment, call("later", text="x"), call("plain_one", x="y"), call("later", text=1), "xx")
+    assert played.tools == ["later", "plain_one"]
+    assert [message["content"] for message in played.answers] == ["xx", "", "2"]
+    assert played.reward == 1.0
+
+
+async def test_tools_stand_before_those_of_the_class() -> None:
+    environment = from_trl(Doubling, tools=[plain_one])
+    played = await play(environment, call("plain_one", x=1), call("double", times=1), "done")
+    assert played.tools == ["plain_one", "double", "shout"]
+    assert played.reward == 0.25
+
+
+def test_tools_alone_need_a_dataset_and_a_judge() -> None:
+    with pytest.raises(InvalidEnvironment, match="a dataset and reward_funcs are needed"):
+        from_trl(tools=[plain_one], dataset=[ROW])

@@ -84,6 +84,25 @@ async def test_functions_and_classes_for_trl_work(folder: Path) -> None:
     assert (played.first[0]["content"], played.reward) == ("Count to 2.", 0.5)
 
 
+async def test_arguments_arrive_as_declared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "validate", "delivery.py:Delivery"]) == 0
+    shown = capsys.readouterr().out
+    assert "oracle 1" in shown
+    assert "!" not in shown
+    environment = load_environment("delivery.py:Delivery")
+    wrong = {"parcels": [{"to": "Ada", "grams": 0}], "window": {"day": "soon"}}
+    played = await play(environment, call("send", **wrong), call("send", parcels=[], window={"day": "soon"}), "x")
+    assert [message["content"] for message in played.answers] == [
+        "error: parcels[0].grams: Input should be greater than or equal to 1",
+        "error: window.day must be a date, not 'soon'",
+    ]
+    (tool,) = environment.tools
+    properties = tool["function"]["parameters"]["properties"]
+    texts = {name: schema.get("description") for name, schema in properties.items()}
+    assert texts["note"] == "for the driver"
+    assert texts["parcels"] == "what to send"
+
+
 def test_the_job_is_a_job(folder: Path) -> None:
     assert load_job_spec(folder / "shop.yaml").environments[0].ref == "shop.py:Shop"
 

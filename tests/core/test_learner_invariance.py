@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,34 @@ def sequences(model_dir: Path) -> list[TrainSequence]:
     return sequences
 
 
-def train(model_dir: Path, sequences: list[TrainSequence], **config: Any) -> tuple[Learner, dict[str, float]]:
+Trained = tuple[Learner, dict[str, float]]
+
+
+def train(model_dir: Path, sequences: list[TrainSequence], **config: Any) -> Trained:
     learner = make_learner(model_dir, **config)
     return learner, learner.step(sequences)
 
 
-def check_same(first: tuple[Learner, dict[str, float]], second: tuple[Learner, dict[str, float]]) -> None:
+@pytest.fixture(scope="module")
+def trained_whole(model_dir: Path, sequences: list[TrainSequence]) -> Callable[[ObjectiveConfig], Trained]:
+    """The update that every cut is compared with: trained once for each objective."""
+    kept: dict[str, Trained] = {}
+
+    def find(objective: ObjectiveConfig) -> Trained:
+        name = objective.model_dump_json()
+        if name not in kept:
+            kept[name] = train(model_dir, sequences, objective=objective)
+        return kept[name]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def untrained(model_dir: Path) -> dict[str, torch.Tensor]:
+    return weights(make_learner(model_dir))
+
+
+def check_same(first: Trained, second: Trained) -> None:
     assert largest_difference(weights(first[0]), weights(second[0])) < TOLERANCE
     assert first[1].keys() == second[1].keys()
     for name, value in first[1].items():
@@ -70,16 +93,23 @@ def check_same(first: tuple[Learner, dict[str, float]], second: tuple[Learner, d
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("cut", ["packed", "padded", "some sequences at a time"])
 def test_an_update_is_the_same_however_the_batch_is_cut(
-    model_dir: Path, sequences: list[TrainSequence], objective: ObjectiveConfig, cut: str
+    model_dir: Path,
+    sequences: list[TrainSequence],
+    trained_whole: Callable[[ObjectiveConfig], Trained],
+    untrained: dict[str, torch.Tensor],
+    objective: ObjectiveConfig,
+    cut: str,
 ) -> None:
-    whole = train(model_dir, sequences, objective=objective)
-    assert largest_difference(weights(whole[0]), weights(make_learner(model_dir))) > 1000 * TOLERANCE
+    whole = trained_whole(objective)
+    assert largest_difference(weights(whole[0]), untrained) > 1000 * TOLERANCE
     check_same(whole, train(model_dir, sequences, objective=objective, **CUTS[cut]))
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_gspo_update_is_the_same_for_every_cut(model_dir: Path, sequences: list[TrainSequence], cut: str) -> None:
-    whole = train(model_dir, sequences)
+def test_a_gspo_update_is_the_same_for_every_cut(
+    model_dir: Path, sequences: list[TrainSequence], trained_whole: Callable[[ObjectiveConfig], Trained], cut: str
+) -> None:
+    whole = trained_whole(GATED)
     assert 0 < whole[1]["gspo/kept_frac_k3"] < 1, "the test is about gates, so some must act"
     assert 0 < whole[1]["gspo/clip_frac"] < 1, "and some sequences must be clipped"
     check_same(whole, train(model_dir, sequences, **CUTS[cut]))
@@ -92,12 +122,12 @@ def test_advantages_per_token_are_cut_alike(model_dir: Path) -> None:
 
 
 def test_one_advantage_for_all_tokens_equals_it_written_per_token(
-    model_dir: Path, sequences: list[TrainSequence]
+    model_dir: Path, sequences: list[TrainSequence], trained_whole: Callable[[ObjectiveConfig], Trained]
 ) -> None:
     spread = [
         dataclasses.replace(s, advantages=np.full(s.num_tokens, s.advantages, dtype=np.float32)) for s in sequences
     ]
-    check_same(train(model_dir, sequences), train(model_dir, spread))
+    check_same(trained_whole(GATED), train(model_dir, spread))
 
 
 def test_what_stands_at_masked_positions_is_inert(model_dir: Path, sequences: list[TrainSequence]) -> None:
@@ -117,7 +147,9 @@ def test_what_stands_at_masked_positions_is_inert(model_dir: Path, sequences: li
     assert first[1] == second[1]
 
 
-def test_tokens_after_the_last_action_are_inert(model_dir: Path, sequences: list[TrainSequence]) -> None:
+def test_tokens_after_the_last_action_are_inert(
+    model_dir: Path, sequences: list[TrainSequence], trained_whole: Callable[[ObjectiveConfig], Trained]
+) -> None:
     def extended(sequence: TrainSequence) -> TrainSequence:
         def longer(values: Any, filler: Any) -> Any:
             return np.concatenate([values, np.full(5, filler, values.dtype)])
@@ -131,7 +163,7 @@ def test_tokens_after_the_last_action_are_inert(model_dir: Path, sequences: list
             staleness=longer(sequence.staleness, 0),
         )
 
-    first, second = train(model_dir, sequences), train(model_dir, [extended(s) for s in sequences])
+    first, second = trained_whole(GATED), train(model_dir, [extended(s) for s in sequences])
     assert largest_difference(weights(first[0]), weights(second[0])) == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from gspo_core.batch import TrainSequence
@@ -214,6 +215,59 @@ def test_low_rank_state_is_refused_on_other_weights(directories: dict[str, Path]
         make_learner(directories["qwen3"], lora=LORA).load_state(tmp_path / "state")
 
 
+def test_additions_leave_their_reference_beneath_them(directories: dict[str, Path]) -> None:
+    """The same losses as with a second model, which is not loaded."""
+    objective = ObjectiveConfig(kl_coef=0.5, minibatches=2)
+    learner = make_learner(directories["qwen3"], objective, lora=LORA)
+    sequences = make_sequences()
+    with_behavior(learner, sequences)
+    second = make_learner(directories["qwen3"], objective)._reference
+    assert second is not None
+    learner.step(sequences)  # moves the additions away from nothing
+    assert learner._reference is not None
+    for micro_batch in learner._split(sequences, range(len(sequences))):
+        with torch.no_grad():
+            beneath, with_additions = learner._reference(micro_batch), learner._policy(micro_batch)
+            assert torch.equal(beneath, second(micro_batch))
+        assert (beneath - with_additions).abs().max() > 1e-4
+    names = [name for name, parameter in learner._policy.named_parameters() if parameter.requires_grad]
+    assert all("lora_" in name for name in names)
+    moved = weights(learner)
+    learner.step(sequences)
+    assert largest_difference(moved, weights(learner)) > 0
+
+
+def test_a_base_in_half_precision_takes_half_the_memory_and_learns_the_same(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    """With weights that bfloat16 holds exactly, as those of models that are published in it."""
+    shutil.copytree(directories["qwen3"], tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    found = {}
+    for base in ("float32", "bfloat16"):
+        lora = LoraConfig(rank=2, alpha=4, base_dtype=base)
+        learner = make_learner(tmp_path / "model", dtype="bfloat16", lora=lora)
+        sequences = make_sequences()
+        with_behavior(learner, sequences, noise=0.0)
+        learner.supervised_step(sequences)
+        found[base] = weights(learner)
+        kinds = {name: value.dtype for name, value in found[base].items()}
+        assert {kind for name, kind in kinds.items() if "lora_" in name} == {torch.float32}
+        assert {kind for name, kind in kinds.items() if "lora_" not in name} == {getattr(torch, base)}
+    added = [name for name in found["float32"] if "lora_B" in name]
+    start = weights(make_learner(tmp_path / "model", lora=LoraConfig(rank=2, alpha=4)))
+    moved = max(float((found["float32"][name] - start[name]).abs().max()) for name in added)
+    apart = max(float((found["float32"][name] - found["bfloat16"][name]).abs().max()) for name in added)
+    assert moved > 0
+    assert apart < 0.1 * moved
+
+
+def test_a_base_in_half_precision_is_refused_where_computing_is_not(directories: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=r"lora\.base_dtype"):
+        make_learner(directories["qwen3"], lora=LoraConfig(rank=2, base_dtype="bfloat16"))
+
+
 def test_the_reference_model_stays_where_training_started(directories: dict[str, Path]) -> None:
     objective = ObjectiveConfig(kl_coef=0.5, minibatches=2)
     learner = make_learner(directories["qwen3"], objective)
@@ -359,7 +413,7 @@ def test_ids_outside_the_vocabulary_are_an_error(directories: dict[str, Path]) -
 
 def test_two_threads_never_load_at_once(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers exchanges its own methods meanwhile: loads whose ends cross would leave models untied for good."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load = transformers.AutoModelForCausalLM.from_config
     loading: list[str] = []
     crossed: list[list[str]] = []
 
@@ -373,7 +427,7 @@ def test_two_threads_never_load_at_once(directories: dict[str, Path], monkeypatc
         loading.pop()
         return model
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", watched)
     path = directories["qwen3 with tied embeddings"]
     threads = [threading.Thread(target=load_model, args=(path, "padded"), name=name) for name in ("first", "second")]
     threads[0].start()

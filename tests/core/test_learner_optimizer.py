@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from gspo_core.learner import Learner
-from gspo_core.learner.optimizer import apply_update, build_adamw, learning_rate
+from gspo_core.learner.optimizer import apply_update, build_adamw, learning_rate, usual_grad_norm
 from gspo_core.learner_config import LearnerConfig, OptimizerConfig
 from gspo_core.objective import AlarmKind
 from gspo_core.objective_config import ObjectiveConfig
@@ -79,6 +80,10 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
 
 
+def bounded(max_grad_norm: float | None) -> OptimizerConfig:
+    return OptimizerConfig(max_grad_norm=max_grad_norm)
+
+
 def set_gradients(model: nn.Module, value: float) -> float:
     """The same gradient everywhere; its norm."""
     for parameter in model.parameters():
@@ -90,17 +95,101 @@ def test_a_long_gradient_is_scaled_down_to_the_bound() -> None:
     clipped, scaled = small_model(), small_model()
     config = OptimizerConfig(lr=1.0, eps=1.0)
     norm = set_gradients(clipped, 3.0)
-    assert apply_update(build_adamw(clipped, config), 1.0, 0.5).grad_norm == pytest.approx(norm)
+    assert apply_update(build_adamw(clipped, config), 1.0, bounded(0.5)).grad_norm == pytest.approx(norm)
     set_gradients(scaled, 3.0 * 0.5 / norm)
-    apply_update(build_adamw(scaled, config), 1.0, None)
+    apply_update(build_adamw(scaled, config), 1.0, bounded(None))
     for first, second in zip(clipped.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_the_usual_norm_is_the_root_mean_square_of_the_applied_gradients() -> None:
+    model, beta = small_model(), 0.9
+    optimizer = build_adamw(model, OptimizerConfig(lr=0.1, betas=(0.5, beta)))
+    assert usual_grad_norm(optimizer) == 0
+    mean_square, share = 0.0, 0.0
+    for value in (0.01, 3.0, 0.2, 0.7):
+        norm = set_gradients(model, value)
+        applied = min(norm, 5.0)
+        apply_update(optimizer, 0.1, bounded(5.0))
+        mean_square, share = beta * mean_square + (1 - beta) * applied**2, beta * share + (1 - beta)
+        assert usual_grad_norm(optimizer) == pytest.approx(math.sqrt(mean_square / share), rel=1e-5)
+
+
+def test_the_usual_norm_does_not_hang_on_the_order_of_the_states() -> None:
+    """Loaded states come in another order than made ones, and a resumed run must bound to the last bit alike."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(20)))
+    optimizer = build_adamw(model, OptimizerConfig(lr=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.ndim))
+    apply_update(optimizer, 0.1, bounded(None))
+    norm, states = usual_grad_norm(optimizer), dict(optimizer.state)
+    for seed in range(20):
+        order = list(states)
+        random.Random(seed).shuffle(order)
+        optimizer.state.clear()
+        optimizer.state.update({parameter: states[parameter] for parameter in order})
+        assert usual_grad_norm(optimizer) == norm
+
+
+def test_a_growth_of_0_bounds_nothing() -> None:
+    model, config = torch.nn.Linear(3, 2), OptimizerConfig(lr=0.1, max_grad_norm=None, max_grad_growth=0)
+    optimizer = build_adamw(model, config)
+    for length in (1.0, 100.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, length)
+        assert not apply_update(optimizer, 0.1, config).was_bounded
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_alignment_is_the_cosine_with_the_running_mean_of_earlier_gradients(beta: float) -> None:
+    """By hand, in double precision; without memory that is the update before."""
+    model, rng = torch.nn.Linear(3, 2).double(), torch.Generator().manual_seed(0)
+    config = OptimizerConfig(lr=0.1, betas=(beta, 0.99), max_grad_norm=0.5)
+    optimizer = build_adamw(model, config)
+    mean: torch.Tensor | None = None
+    for _ in range(4):
+        gradients = [torch.randn(one.shape, generator=rng, dtype=torch.float64) for one in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        found = apply_update(optimizer, 0.1, config).alignment
+        if mean is None:
+            assert found is None, "there is nothing before the first"
+            mean = torch.zeros_like(whole)
+        else:
+            assert found == pytest.approx(float(torch.nn.functional.cosine_similarity(whole, mean, dim=0)), abs=1e-9)
+        applied = whole * min(1.0, 0.5 / float(whole.norm()))
+        mean = beta * mean + (1 - beta) * applied
+
+
+def test_a_gradient_that_is_no_number_has_no_alignment() -> None:
+    model, config = torch.nn.Linear(3, 2), OptimizerConfig(lr=0.1)
+    optimizer = build_adamw(model, config)
+    for value in (1.0, math.nan):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        update = apply_update(optimizer, 0.1, config)
+    assert (update.applied, update.alignment) == (False, None)
+
+
+def test_a_gradient_is_bounded_by_the_usual_ones() -> None:
+    grown, scaled = small_model(), small_model()
+    config = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None, max_grad_growth=2.0)
+    updates, optimizers = [], [build_adamw(model, config) for model in (grown, scaled)]
+    for value, other in ((0.1, 0.1), (0.15, 0.15), (5.0, 2.0 * math.sqrt((0.999 * 0.01 + 0.0225) / 1.999))):
+        set_gradients(grown, value)
+        updates.append(apply_update(optimizers[0], 1.0, config))
+        set_gradients(scaled, other)
+        apply_update(optimizers[1], 1.0, bounded(None))
+    assert [update.was_bounded for update in updates] == [False, False, True]
+    for first, second in zip(grown.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(first, second)
 
 
 def test_only_matrices_decay() -> None:
     model = small_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    apply_update(build_adamw(model, OptimizerConfig(weight_decay=0.5)), 1.0, None)  # no gradient but the decay
+    apply_update(build_adamw(model, OptimizerConfig(weight_decay=0.5)), 1.0, bounded(None))  # no gradient but the decay
     for name, parameter in model.named_parameters():
         expected = before[name] * 0.5 if parameter.ndim == 2 else before[name]
         torch.testing.assert_close(parameter.detach(), expected)
@@ -111,12 +200,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     model = small_model()
     optimizer = build_adamw(model, OptimizerConfig(lr=0.1))
     set_gradients(model, 1.0)
-    apply_update(optimizer, 0.1, 1.0)
+    apply_update(optimizer, 0.1, bounded(1.0))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
     set_gradients(model, 1.0)
     next(model.parameters()).grad[0, 0] = bad
-    assert not apply_update(optimizer, 0.1, 1.0).applied
+    assert not apply_update(optimizer, 0.1, bounded(1.0)).applied
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     after = [value for state in optimizer.state.values() for value in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))

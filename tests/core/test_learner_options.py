@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from gspo_core.learner import Learner, logprobs
+from gspo_core.learner.moments import KeptAdamW
 from gspo_core.learner_config import LearnerConfig, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
 from tests.core.learner_support import (
@@ -30,10 +32,16 @@ OPTIMIZER: dict[str, list[dict[str, Any]]] = {
     "decay_steps": [{"schedule": "linear", "decay_steps": 8}],
     "min_lr_ratio": [{"schedule": "linear", "decay_steps": 4, "min_lr_ratio": 0.5}],
     "max_grad_norm": [{"max_grad_norm": 1e-3}],
+    "max_grad_growth": [{"max_grad_growth": 1.0, "max_grad_norm": None}],
+    "max_step_k3": [{"max_step_k3": 1e-9}],
+    "ess_scaling": [{"ess_scaling": True}],
+    "signal_scaling": [{"signal_scaling": True}],
+    "moments": [{"moments": "8bit"}],
 }
 # What it is compared with, where that is not the default.
 BESIDE: dict[str, dict[str, Any]] = {
     "decay_steps": {"schedule": "linear", "decay_steps": 4},
+    "max_grad_growth": {"max_grad_norm": None},
     "min_lr_ratio": {"schedule": "linear", "decay_steps": 4},
 }
 PLAIN = ObjectiveConfig(minibatches=2, clip=0.5)
@@ -54,6 +62,7 @@ def trained(model_dir: Path, optimizer: dict[str, Any], **options: Any) -> dict[
     learner = Learner(model_dir, config, PLAIN, seed=0)
     sequences = make_sequences(6)
     with_behavior(learner, sequences)
+    sequences[3] = dataclasses.replace(sequences[3], advantages=0.0)  # teaches nothing
     for _ in range(2):
         learner.step(sequences)
     return weights(learner)
@@ -61,7 +70,11 @@ def trained(model_dir: Path, optimizer: dict[str, Any], **options: Any) -> dict[
 
 def test_every_option_is_tried() -> None:
     assert OPTIMIZER.keys() == OptimizerConfig.model_fields.keys()
-    assert ACTIONS.keys() | {"optimizer", "total_steps"} == LearnerConfig.model_fields.keys()
+    elsewhere = {"optimizer", "total_steps", "longest_sequence"}  # the last acts on a GPU: test_plan
+    elsewhere |= {"context_parallel", "replicas"}  # they need ranks: test_learner_arranged
+    elsewhere |= {"policy", "compile_layers"}  # test_policy, test_learner_recomputed
+    elsewhere |= {"publishes_adapter"}  # what it changes is what is published: test_engine_adapters
+    assert ACTIONS.keys() | elsewhere == LearnerConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize(("key", "change"), [(key, one) for key, many in OPTIMIZER.items() for one in many], ids=str)
@@ -94,6 +107,8 @@ class Watch:
             learner.step(sequences)
         self.trainable = sum(p.numel() for p in learner._policy.parameters() if p.requires_grad)
         self.replays = learner._routing is not None
+        self.is_fused = bool(learner._optimizer.param_groups[0].get("fused"))
+        self.is_offloaded = isinstance(learner._optimizer, KeptAdamW) and learner._optimizer.on_host
 
     def _look(self, _: Any, given: tuple[torch.Tensor, ...]) -> None:
         self.num_passes += 1
@@ -114,6 +129,8 @@ ACTIONS: dict[str, tuple[Any, Any]] = {
     # the layers of both updates once more in the backward pass; the proximal pass has none
     "activation_checkpointing": (True, lambda plain, changed: changed.num_passes == plain.num_passes + 2),
     "routing_replay": (True, lambda plain, changed: changed.replays and not plain.replays),
+    "fused_optimizer": (True, lambda plain, changed: changed.is_fused and not plain.is_fused),
+    "offload_moments": (True, lambda plain, changed: changed.is_offloaded and not plain.is_offloaded),
     "lora": ({"rank": 2}, lambda plain, changed: changed.trainable < plain.trainable / 4),
 }
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 from gspo_core.learner.state import MANIFEST, InvalidState, read_state, write_manifest, write_shard
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
+from tests.apparatus.warm_python import WarmPython
 from tests.core import learner_process
 from tests.core.learner_process import NUM_STEPS, state_directory
 from tests.core.learner_support import (
@@ -44,14 +44,14 @@ def _one_thread():  # type: ignore[no-untyped-def]
 
 
 def kill_when(process: subprocess.Popen[bytes], path: Path) -> None:
-    """SIGKILL as soon as a file exists, whatever the process is doing with it."""
+    """By a signal that nobody handles, as soon as a file exists, whatever the process is doing with it."""
     deadline = time.monotonic() + 60
     while not path.exists():
         assert process.poll() is None, "the learner ended before it could be killed"
         assert time.monotonic() < deadline, f"{path.name} did not appear"
         time.sleep(0.0005)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGUSR1)  # a SIGKILL could not be passed on to what a warm interpreter runs
+    assert process.wait() == -signal.SIGUSR1
 
 
 DIES_WHILE_IT_FLUSHES = """
@@ -63,10 +63,14 @@ learner_state.write_manifest(Path(sys.argv[1]), 1, {"counters": {}, "model": "?"
 """
 
 
-def test_a_manifest_that_exists_is_complete(tmp_path: Path) -> None:
+def test_a_manifest_that_exists_is_complete(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython
+) -> None:
     """Killed with the content written but not on disk yet, it left no manifest, and the next one can be written."""
     write_shard(tmp_path, 0, {"x": torch.ones(2)})
-    dead = subprocess.run([sys.executable, "-c", DIES_WHILE_IT_FLUSHES, str(tmp_path)], check=False, timeout=60)
+    script = tmp_path_factory.mktemp("script") / "dies.py"
+    script.write_text(DIES_WHILE_IT_FLUSHES)
+    dead = subprocess.run([warm_python.path, script, str(tmp_path)], check=False, timeout=60)
     assert dead.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2, "it was killed before it wrote anything"
     with pytest.raises(InvalidState, match="no complete state"):
@@ -89,13 +93,13 @@ def test_a_manifest_is_never_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)  # four processes start, which is slow on a busy machine
 @pytest.mark.usefixtures("_one_thread")
-def test_killed_three_times_it_ends_bit_identical(tmp_path: Path) -> None:
+def test_killed_three_times_it_ends_bit_identical(tmp_path: Path, warm_python: WarmPython) -> None:
     """The victims are processes; the reference ran undisturbed in this one."""
     for name in ("whole", "killed"):
         write_model(tmp_path / name / "model")
     learner_process.resume(tmp_path / "whole")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, learner_process.__file__, "resume", str(tmp_path / "killed")]
+    command = [warm_python.path, learner_process.__file__, "resume", str(tmp_path / "killed")]
     steps = sorted(random.Random(7).sample(range(1, NUM_STEPS), 3))
     for number, step in enumerate(steps):
         # the first dies with half a state, the others at a step boundary or just after it

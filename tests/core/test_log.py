@@ -28,6 +28,7 @@ from gspo_core.log.checkpoints import (
     encode_checkpoint,
     encode_fork,
 )
+from gspo_core.log.history import forks_among
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.manifests import decode_manifest, decode_row, encode_manifest, encode_row
 from gspo_core.log.records import AcceptedJob, DamagedRecord, VersionRecord, decode_record, encode_record
@@ -112,8 +113,13 @@ class TestDamage:
 
     def test_the_schema_of_another_release_is_told_from_damage(self) -> None:
         whole = written("batch")
-        with pytest.raises(UnknownBatchSchema, match="schema 9; this release reads schema 1"):
+        with pytest.raises(UnknownBatchSchema, match="schema 9; this release reads schemas 1 to 3"):
             decode_batch(whole[:8] + b"\x09" + whole[9:])
+
+    def test_a_later_record_of_a_fork_is_told_from_damage(self) -> None:
+        """And not passed over for its copy."""
+        with pytest.raises(UnknownCheckpointFormat, match="has the format 2, this release reads 1"):
+            forks_among(["epoch000002.json"], lambda _: b'{"format": 2, "from": [1, 4]}')
 
     def test_the_groups_of_a_batch_are_read_from_its_index_alone(self) -> None:
         whole = written("batch")
@@ -146,9 +152,9 @@ class TestDamage:
             decode_record(data)
 
     def test_a_record_of_a_later_schema_is_refused_by_name(self) -> None:
-        assert decode_record(b'{"schema": 2, "a": 1}', schema=2) == {"a": 1}
-        for number in ("2", '"1"', "0", "null"):
-            with pytest.raises(DamagedRecord, match="this release reads up to 1: go on with the release that wrote it"):
+        assert decode_record(b'{"schema": 2, "a": 1}') == {"a": 1}
+        for number in ("3", '"1"', "0", "null"):
+            with pytest.raises(DamagedRecord, match="this release reads up to 2: go on with the release that wrote it"):
                 decode_record(b'{"schema": ' + number.encode() + b', "a": 1}')
 
 

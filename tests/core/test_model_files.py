@@ -23,7 +23,7 @@ def write_files(directory: Path, config: object = SOUND, *, without: str = "") -
 
 def test_a_sound_directory_has_no_problem(tmp_path: Path) -> None:
     assert problem_of(write_files(tmp_path)) is None
-    assert problem_of(write_files(tmp_path, SOUND | {"logit_scale": 1})) is None
+    assert problem_of(write_files(tmp_path, SOUND | {"logit_scale": 1, "vision_config": None})) is None
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,9 @@ def test_a_sound_directory_has_no_problem(tmp_path: Path) -> None:
         ([], "holds no object"),
         ({}, "does not say model_type"),
         (SOUND | {"final_logit_softcapping": 30.0}, "qwen3 sets final_logit_softcapping"),
+        ({"model_type": "gemma3", "vision_config": {"depth": 2}}, "gemma3 has parts that see or hear (vision_config)"),
+        ({"model_type": "qwen2_5_omni", "audio_config": {"n": 1}}, "only models of text alone are trained here"),
+        ({"model_type": "gpt_oss"}, "gpt_oss cannot be trained here: its turns consist of several messages (harmony)"),
     ],
 )
 def test_a_configuration_that_cannot_be_trained_is_named(tmp_path: Path, config: Any, problem: str) -> None:

@@ -78,7 +78,7 @@ def test_the_schema_knows_the_other_spellings() -> None:
         ({"importance_sampling_level": "token", "ratio": "token"}, {"ratio": "token"}),
         ({"name": "gspo", "clip": [3e-4, 4e-4]}, {}),
         ({"name": "grpo", "clip": [0.2, 0.28]}, {"ratio": "token", "clip_low": 0.2, "clip_high": 0.28}),
-        ({"name": "ppo", "clip": 0.2}, {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}),
+        ({"name": "grpo", "clip": 0.2}, {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}),
         ({"name": "cispo", "clip": 0.2}, {"loss": "cispo", "ratio": "token", "clip_low": 0.2, "clip_high": 0.2}),
         ({"loss": "dppo_tv", "dppo_delta": 0.2}, {"loss": "dppo_tv", "dppo_delta": 0.2, "ratio": "token"}),
         ({"correction": "icepop"}, {"correction": "token_mask"}),
@@ -89,7 +89,7 @@ def test_the_schema_knows_the_other_spellings() -> None:
     ],
 )
 def test_other_spellings(given: dict[str, Any], meant: dict[str, Any]) -> None:
-    assert ObjectiveConfig(**given) == ObjectiveConfig(**meant)
+    assert ObjectiveConfig(**given) == ObjectiveConfig(**meant, name=given.get("name"))
 
 
 # What is refused, and that the message names the key
@@ -102,6 +102,7 @@ def test_other_spellings(given: dict[str, Any], meant: dict[str, Any]) -> None:
         ({"importance_sampling_level": "turn"}, "importance_sampling_level"),
         ({"name": "grpo", "ratio": "sequence"}, "ratio"),
         ({"name": "reinforce"}, "name"),
+        ({"name": "ppo"}, "name"),
         ({"clip": [0.1, 0.2, 0.3]}, "clip"),
         ({"clip": 0.1, "clip_low": 0.2}, "clip_low"),
         ({"clip_low": 0}, "clip_low"),
@@ -136,6 +137,13 @@ def test_other_spellings(given: dict[str, Any], meant: dict[str, Any]) -> None:
         ({"dppo_cap": 5}, "dppo_cap"),
         ({"minibatches": 0}, "minibatches"),
         ({"minibatches": True}, "minibatches"),
+        ({"min_kept_frac": 0}, "min_kept_frac"),
+        ({"min_kept_frac": 1.5}, "min_kept_frac"),
+        ({"min_kept_frac": 0.5, "k3_gate": None, "outlier_gate": None}, "min_kept_frac"),
+        ({"anchor": "behavior", "min_kept_frac": 0.5}, "min_kept_frac"),
+        ({"anchor": "behavior", "m2_bound": 0.04}, "m2_bound"),
+        ({"anchor": "behavior", "stale_clip": 0.1}, "stale_clip"),
+        ({"loss": "sapo", "stale_clip": 0.1}, "stale_clip"),
         ({"clip": True}, "clip_low"),
         ({"k3_gate": True}, "k3_gate"),
         ({"staleness_cap": False}, "staleness_cap"),
@@ -190,6 +198,9 @@ ACTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "geometric_gate": [({}, {"geometric_gate": 1.05})],
     "off_policy_gate": [({}, {"off_policy_gate": 0.01}), ({}, {"off_policy_gate": None})],
     "staleness_cap": [({}, {"staleness_cap": 2}), ({}, {"staleness_cap": None})],
+    "min_kept_frac": [({}, {"min_kept_frac": 1.0}), ({"k3_gate": None, "outlier_gate": 0.3}, {"min_kept_frac": 1.0})],
+    "m2_bound": [({}, {"m2_bound": 0.01}), (CISPO, {"m2_bound": 0.01})],
+    "stale_clip": [({}, {"stale_clip": 0.01}), ({"ratio": "token", "clip": 0.01}, {"stale_clip": 0.01})],
     "kl_coef": [({}, {"kl_coef": 0.1}), (CISPO, {"kl_coef": 0.1})],
     "kl_unbiased": [({"kl_coef": 0.1}, {"kl_unbiased": True})],
     "sapo_tau_positive": [({"loss": "sapo"}, {"sapo_tau_positive": 2.0})],
@@ -200,8 +211,9 @@ ACTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "vespo_positive": [(VESPO, {"vespo_positive": [1.0, 3.0]}), (VESPO, {"vespo_positive": [2.0, 1.0]})],
     "vespo_negative": [(VESPO, {"vespo_negative": [1.0, 2.0]}), (VESPO, {"vespo_negative": [3.0, 1.0]})],
 }  # fmt: skip
-# Read elsewhere: by the learner, by `gspo_core.advantage` (its tests), by a job's validation, by the product's refusal.
-ELSEWHERE = {"minibatches", "advantage", "allow_one_sided_clip", "product_max_tokens"}
+# Read elsewhere: by a job's bounds, by the learner, by `gspo_core.advantage` (its tests), by a job's validation, by the
+# product's refusal.
+ELSEWHERE = {"name", "minibatches", "advantage", "allow_one_sided_clip", "product_max_tokens"}
 GATES = {"k3_gate": 0.08, "outlier_gate": 3.0, "off_policy_gate": 0.1, "staleness_cap": 6}
 
 
@@ -244,6 +256,9 @@ VALUES: dict[str, list[Any]] = {
     "geometric_gate": [1.05],
     "off_policy_gate": [0.01, None],
     "staleness_cap": [2, None],
+    "min_kept_frac": [1.0],
+    "m2_bound": [0.01],
+    "stale_clip": [0.01],
     "kl_coef": [0.1],
     "kl_unbiased": [True],
     "sapo_tau_positive": [2.0],
@@ -370,9 +385,8 @@ def test_not_warned(given: dict[str, Any]) -> None:
     assert config_warnings(ObjectiveConfig(**given)) == []
 
 
-def test_a_job_refuses_turn_rewards_that_nobody_records() -> None:
-    config = ObjectiveConfig(advantage={"turn_reward_weight": 0.5})
-    assert config_refusals(config)[0].startswith("advantage.turn_reward_weight")
+def test_a_job_may_use_the_rewards_of_turns() -> None:
+    assert config_refusals(ObjectiveConfig(advantage={"turn_reward_weight": 0.5})) == []
 
 
 def test_a_job_refuses_a_one_sided_clip_unless_it_says_so() -> None:

@@ -12,10 +12,11 @@ import torch
 import yaml
 
 from benchmarks import drift_law
+from gspo_core.learner_config import OptimizerConfig
 from gspo_core.objective import AlarmKind, LossStats, ObjectiveConfig, alarms, loss_metrics
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.spec import JobSpec
-from tests.core.learner_support import make_learner, make_sequences, write_model
+from tests.core.learner_support import make_learner, make_sequences, with_behavior, write_model
 from tests.core.objective_support import CONFIGS, random_example, run
 from tests.core.test_objective_vectors import CASES, assert_equals, compute, expected_of, is_finite
 
@@ -26,7 +27,7 @@ PAGE = (ROOT / "docs" / "objective.md").read_text()
 def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """As one script, since later blocks use what earlier ones defined."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     exec(compile("\n".join(blocks), "docs/objective.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "clip_low, clip_high: 0.0003/0.0004 on a token ratio" in printed
@@ -37,13 +38,18 @@ def test_the_job_file_shows_the_defaults() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     environment = {"ref": "environments.calculator:Calculator"}
     spec = JobSpec.model_validate({"model": "m", "environments": [environment], **yaml.safe_load(block)})
-    assert spec == JobSpec.model_validate({"model": "m", "environments": [environment]})
+    assert spec == JobSpec.model_validate({"model": "m", "environments": [environment]}).named()
 
 
 def test_every_metric_of_the_learner_is_on_the_page(tmp_path: Path) -> None:
     learner = make_learner(write_model(tmp_path / "model"))
-    emitted = {name for name in learner.step(make_sequences(6)) if name.startswith("learner/")}
-    assert emitted == set(re.findall(r"`(learner/[a-z_]+)`", PAGE))
+    holding = OptimizerConfig(lr=1e-3, max_step_k3=1e-9, ess_scaling=True, signal_scaling=True)
+    held = make_learner(tmp_path / "model", optimizer=holding)
+    sequences = make_sequences(6)
+    with_behavior(learner, sequences)
+    told = {name for one in (learner, held, learner) for name in one.step(sequences)}
+    emitted = {name for name in told if name.startswith("learner/")}
+    assert emitted == set(re.findall(r"`(learner/[a-z0-9_]+)`", PAGE))
 
 
 @pytest.mark.parametrize("model", [ObjectiveConfig, AdvantageConfig])
@@ -54,12 +60,12 @@ def test_every_key_is_on_the_page(model: type[ObjectiveConfig]) -> None:
 
 def test_every_metric_and_alarm_is_on_the_page_and_nothing_else() -> None:
     config = CONFIGS["sequence_kl"].model_copy(
-        update={"geometric_gate": 2.0, "correction": "token_mask", "dual_clip": 2.0}
+        update={"geometric_gate": 2.0, "correction": "token_mask", "dual_clip": 2.0, "m2_bound": 0.04}
     )
     total = sum((run(config, random_example(seed)).stats for seed in range(10)), LossStats.zero())
     emitted = {name.split("/staleness_")[0] for name in loss_metrics(total, config)}
     named = set(re.findall(r"`((?:gspo|staleness)/[a-z0-9_]+)`", PAGE))
-    assert emitted == named
+    assert emitted | {"gspo/k3_gate"} == named  # which the learner tells, since it follows from a whole batch
     assert all(f"`{kind}`" in PAGE for kind in AlarmKind)
 
 

@@ -300,6 +300,15 @@ def test_correction_collapse_weight_drift_and_gate_pressure() -> None:
     assert str(alarm).startswith("gate_pressure: gspo/kept_frac_k3 is 0.5, bound 0.8")
 
 
+def test_far_step_is_a_step_that_puts_its_own_data_beyond_the_gate() -> None:
+    near, config = stats_of(log_ratios=[0.3, -0.3] * 20, advantages=SIGNS, clip=[0.9, 0.9])  # k3 0.045
+    assert kinds(near, config) == set()
+    far, _ = stats_of(log_ratios=[0.35, -0.35] * 20, advantages=SIGNS, clip=[0.9, 0.9])  # k3 0.061
+    assert kinds(far, config) == {AlarmKind.FAR_STEP}
+    wider, config = stats_of(log_ratios=[0.35, -0.35] * 20, advantages=SIGNS, clip=[0.9, 0.9], k3_gate=0.1)
+    assert kinds(wider, config) == set()
+
+
 def test_no_signal_is_about_groups_that_nothing_can_be_learned_from() -> None:
     def alarms(*rewards: list[float]) -> list[Alarm]:
         ids = [group for group, members in enumerate(rewards) for _ in members]
@@ -318,6 +327,7 @@ def test_no_signal_is_about_groups_that_nothing_can_be_learned_from() -> None:
         ("gspo/clip_frac", AlarmKind.OVER_CLIP),
         ("gspo/clip_frac_negative", AlarmKind.ONE_SIDED_CLIP),
         ("gspo/k3_mismatch", AlarmKind.MISMATCH_FLOOR),
+        ("gspo/k3_policy_proximal", AlarmKind.FAR_STEP),
         ("gspo/ess_token", AlarmKind.CORRECTION_COLLAPSE),
         ("gspo/weight_truncated_frac", AlarmKind.CORRECTION_COLLAPSE),
         ("gspo/weight_raw_mean", AlarmKind.WEIGHT_DRIFT),

@@ -629,8 +629,8 @@ def _weight_from_policy(right: Any) -> Any:
 def _by_staleness(right: Any) -> Any:
     """Older tokens count less."""
 
-    def wrong(config: ObjectiveConfig, inputs: Any) -> Any:
-        weights = right(config, inputs)
+    def wrong(config: ObjectiveConfig, inputs: Any, bounds: Any) -> Any:
+        weights = right(config, inputs, bounds)
         return replace(weights, weights_BT=weights.weights_BT * 0.9**inputs.staleness_BT)
 
     return wrong
@@ -639,8 +639,8 @@ def _by_staleness(right: Any) -> Any:
 def _first_row_kept(right: Any) -> Any:
     """A gate that depends on where a row stands."""
 
-    def wrong(config: ObjectiveConfig, inputs: Any) -> Any:
-        weights = right(config, inputs)
+    def wrong(config: ObjectiveConfig, inputs: Any, bounds: Any) -> Any:
+        weights = right(config, inputs, bounds)
         kept_BT = weights.kept_BT.clone()
         kept_BT[-1:] = False
         return replace(weights, kept_BT=kept_BT)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import pytest
 
+from benchmarks import staleness_law
+from gspo_core.invariants import InvalidValue
 from gspo_core.simulator import Deadlock, Faults, Lengths, SimulationReport, SimulationSetting, simulate, simulation
 from gspo_core.staleness import Choice, OnStale
-from gspo_core.types import InvalidValue
 
 TAILS = [10.0, 33.0]
 MODES: list[OnStale] = ["mask", "drop", "wait"]
@@ -131,6 +133,13 @@ def test_without_a_tail_rates_are_those_of_arithmetic() -> None:
     assert report.engine_share == pytest.approx(64 / 256 * 12.5 / 16)
 
 
+@pytest.mark.parametrize(("tail", "train_s", "max_staleness"), staleness_law.CASES)
+def test_the_mean_age_of_tokens_is_that_of_the_closed_form(tail: float, train_s: float, max_staleness: int) -> None:
+    report, law = staleness_law.compared(tail, train_s, max_staleness)
+    assert report.engine_share < 0.2
+    assert report.mean_staleness == pytest.approx(law, rel=0.1)
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     faults = failing(33, 4, rollbacks=True)
     given = setting(33, faults=faults, on_stale="wait", num_steps=30, checkpoint_every=5)
@@ -155,3 +164,37 @@ def test_lengths_have_the_tail_that_they_are_said_to_have() -> None:
     p50, p99 = np.percentile(drawn, [50, 99])
     assert math.isclose(p50, 500, rel_tol=0.05)
     assert math.isclose(p99 / p50, 10, rel_tol=0.1)
+
+
+# Late rewards
+
+
+def beside_none_late(seeds: range, **changes: Any) -> tuple[list[SimulationReport], list[SimulationReport]]:
+    """With 5 % of the rewards ten minutes (some forty steps) late, and with none."""
+    given = setting(10.0, num_steps=150, warmup_steps=10)
+    late = dataclasses.replace(given, late_reward_share=0.05, late_by_s=600.0, **changes)
+    return run_all(late, seeds), run_all(given, seeds)
+
+
+@seeds
+@pytest.mark.parametrize("way", ["train", "mask"])
+def test_late_rewards_hold_up_no_step(way: str, seeds: range) -> None:
+    late, without = beside_none_late(seeds, on_late_reward=way)
+    shares = [one.steps_per_s / other.steps_per_s for one, other in zip(late, without, strict=True)]
+    assert statistics.median(shares) > 0.9
+    for one in late:
+        assert one.num_late_trained > 100
+        assert one.max_waiting_groups > 50
+        assert (one.max_staleness > 16) == (way == "train"), "their true age"
+
+
+def test_late_groups_that_are_too_old_are_dropped_where_the_job_says_so() -> None:
+    (late,), _ = beside_none_late(range(1), on_late_reward="drop")
+    assert late.num_late_dropped > 100
+    assert late.num_dropped == late.num_late_dropped
+    assert late.max_staleness <= 16
+
+
+def test_no_more_groups_wait_for_rewards_than_the_job_allows() -> None:
+    (bounded,), (without,) = beside_none_late(range(1), max_waiting_groups=4, on_late_reward="train")
+    assert bounded.steps_per_s < 0.5 * without.steps_per_s, "they stand in the way of others"

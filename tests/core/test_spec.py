@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gspo_core.documented import Documented, field_docs
+from gspo_core.log.settings import learner_config
 from gspo_core.problems import problems
 from gspo_core.spec import EpisodeLimits, JobSpec, Limits, RolloutSpec, spec_warnings
 
@@ -196,10 +197,12 @@ def test_what_a_file_writes_as_a_list_is_called_a_list():
     assert "list should have at most 2 items" in refusal(optimizer={"betas": [0.9, 0.9, 0.9]})
 
 
-def test_rewards_of_turns_are_refused_until_episodes_record_them():
-    assert refusal(objective={"advantage": {"turn_reward_weight": 0.5}}).startswith(
-        "objective.advantage.turn_reward_weight: episodes do not record"
-    )
+def test_rewards_come_late_for_agents_alone():
+    assert refusal(rewards={"deadline_s": 60}).startswith("rewards.deadline_s: only agents have a key")
+    agents = [{"ref": "a.py:run", "agent": {}}]
+    idle = refusal(environments=agents, rewards={"on_late_reward": "train"})
+    assert idle.startswith("rewards.on_late_reward: acts only on rewards that come late")
+    assert "less than or equal to 1209600" in refusal(environments=agents, rewards={"deadline_s": 15 * 86400})
 
 
 def test_a_job_says_how_its_trainer_computes():
@@ -216,6 +219,14 @@ def test_routing_replay_is_refused_where_nothing_can_be_replayed():
     assert spec_of(learner={"routing_replay": True}).learner.routing_replay
     for objective in ({"minibatches": 1}, {"anchor": "behavior"}):
         assert refusal(learner={"routing_replay": True}, objective=objective).startswith("learner.routing_replay:")
+
+
+def test_adapters_are_published_of_additions_alone():
+    rollout = {"weight_transport": "adapter"}
+    assert spec_of(rollout=rollout, learner={"lora": {}}).rollout.weight_transport == "adapter"
+    found = refusal(rollout=rollout)
+    assert found.startswith("rollout.weight_transport: adapter publishes low-rank additions")
+    assert "learner.lora" in found
 
 
 def test_one_mistake_is_one_problem():
@@ -260,6 +271,52 @@ def test_stated_defaults_of_limits_are_the_defaults_that_hold():
     assert "feedback 2, then end" in docs["on_parse_error"]
 
 
+# What a name stands for
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({}, None),  # as a release before the name was stored left it
+        ({"objective": {"loss": "clip", "ratio": "sequence"}}, None),
+        ({"objective": {"name": "gspo"}}, 1),
+        ({"objective": {"name": "gspo"}, "optimizer": {"max_grad_growth": 1.5}}, 1.5),
+        ({"objective": {"name": "gspo"}, "optimizer": {"max_grad_growth": 0}}, 0),
+        ({"objective": {"name": "grpo", "clip": 0.2}}, None),
+        ({"objective": {"name": "grpo", "clip": 0.2}, "optimizer": {"max_grad_growth": 2}}, 2),
+    ],
+)
+def test_gspo_by_its_name_bounds_gradients_where_the_job_does_not_say_how(changes: dict[str, Any], bound: float | None):
+    stored = JobSpec.model_validate_json(spec_of(**changes).model_dump_json())
+    assert learner_config(stored).optimizer.max_grad_growth == bound
+    others = {"max_grad_growth"} if bound else None
+    assert learner_config(stored).optimizer.model_dump(exclude=others) == stored.optimizer.model_dump(exclude=others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "gspo"),
+        ({"objective": {"clip": 0.05, "minibatches": 2}}, "gspo"),
+        ({"objective": {"ratio": "token", "clip": 0.2}}, None),
+        ({"objective": {"name": "grpo", "clip": 0.2}}, "grpo"),
+        ({"objective": {"loss": "sapo"}}, None),
+        ({"parent": {"job": "job_a", "step": 3}}, None),
+        ({"recorded": {"job": "job_a"}}, None),
+        ({"parent": {"job": "job_a", "step": 3}, "objective": {"name": "gspo"}}, "gspo"),
+    ],
+)
+def test_a_new_job_is_named_by_its_loss_and_one_with_a_past_as_that_was(changes: dict[str, Any], name: str | None):
+    assert spec_of(**changes).named().objective.name == name
+
+
+def test_a_stored_job_has_its_name_where_release_0_2_0_reads_one():
+    stored = spec_of(**{}).named().model_dump(mode="json")
+    assert stored["objective"]["name"] == "gspo"
+    assert "max_grad_growth" not in stored["optimizer"]
+    assert "name" not in spec_of(**{}).model_dump(mode="json")["objective"]
+
+
 # Warnings
 
 
@@ -272,10 +329,30 @@ def test_stated_defaults_of_limits_are_the_defaults_that_hold():
         ({"objective": {"minibatches": 1}}, "objective.minibatches"),
         ({"objective": {"correction": "none"}}, "objective.correction"),
         ({"limits": {"max_episode_tokens": 100}}, "limits.max_episode_tokens"),
+        ({"rollout": {"max_staleness": 16}}, "optimizer.max_grad_growth"),
+        (
+            {"rollout": {"max_staleness": 16}, "objective": {"name": "gspo"}, "optimizer": {"max_grad_growth": 0}},
+            "optimizer.max_grad_growth",
+        ),
     ],
 )
 def test_legal_but_known_to_be_wrong_is_warned_about(changes: dict[str, Any], key: str):
     assert any(warning.startswith(key) for warning in spec_warnings(spec_of(**changes)))
+
+
+def test_data_that_are_old_need_a_bound_of_the_gradient_and_others_do_not():
+    grpo = {"name": "grpo", "clip": [0.2, 0.27]}
+    assert spec_warnings(spec_of(rollout={"max_staleness": 16}, optimizer={"max_grad_growth": 1}, objective=grpo)) == []
+    assert spec_warnings(spec_of(rollout={"max_staleness": 16}).named()) == []
+    assert spec_warnings(spec_of(rollout={"max_staleness": 8})) == []
+
+
+def test_what_follows_a_fall_needs_evaluations_to_see_it():
+    evaluation = {"tasks": 10, "every": 5}
+    assert spec_of(watchdog={"on_fall": "slow", "slow_by": 0.3}, evaluation=evaluation).watchdog.slow_by == 0.3
+    for watchdog, reason in (({"on_fall": "go_back"}, "there is no evaluation"), ({"slow_by": 0.3}, "only acts with")):
+        with pytest.raises(ValidationError, match=reason):
+            spec_of(watchdog=watchdog)
 
 
 def test_synchronous_jobs_need_no_correction():
@@ -317,7 +394,7 @@ def test_models_describe_themselves(model: type[Documented]):
 
 def test_a_job_is_wholly_of_agents_or_wholly_of_environments():
     agent, world = {"ref": "agent.py:run", "agent": {}}, {"ref": "world.py:World"}
-    assert JobSpec(model="m", environments=[agent, agent]).is_of_agents
+    assert JobSpec(model="m", environments=[agent, agent | {"agent": {"pull": True}}]).is_of_agents
     assert not JobSpec(model="m", environments=[world]).is_of_agents
     for pair, said in (([agent, world], r"\[0\] has an agent, but environments\[1\]"), ([world, agent], r"\[1\] has")):
         with pytest.raises(ValidationError, match=said):
@@ -327,7 +404,8 @@ def test_a_job_is_wholly_of_agents_or_wholly_of_environments():
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        ({"url": "https://a.example/", "command": ["run"]}, "give url or command, not both"),
+        ({"url": "https://a.example/", "command": ["run"]}, "give one of url, command and pull"),
+        ({"url": "https://a.example/", "pull": True}, "give one of url, command and pull"),
         ({"url": "ftp://a.example/"}, "should match pattern"),
         ({"command": []}, "at least 1 item"),
         ({"command": ["a\0b"]}, "should match pattern"),

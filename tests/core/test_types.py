@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from gspo_core.invariants import InvalidValue, NonFiniteValue
 from gspo_core.types import (
+    MAX_ASKED_CHARS,
+    Asked,
     CacheMode,
     EpisodeKey,
     Group,
-    InvalidValue,
-    NonFiniteValue,
     Outcome,
+    Repeated,
     Segment,
     Spent,
     Split,
-    StepReport,
     StopReason,
     Trajectory,
-    WeightFile,
-    WeightsManifest,
+    TurnReward,
 )
+from gspo_core.versions import StepReport, WeightFile, WeightsManifest
 from tests.core.segments import JOB, episode, keys, segment
 
 
@@ -226,6 +227,9 @@ class TestSegment:
             {"branch": 1},
             {"spent": Spent(1.0, 0.0, 0.0)},
             {"untrained_turns": (0,)},
+            {"turn_rewards": ((0, 0.5),)},
+            {"repeated": ((0, 1),)},
+            {"asked": Asked(None, "", "messages", "policy", 1, 0)},
         ],
     )
     def test_differs_when_any_field_differs(self, changes: dict[str, Any]) -> None:
@@ -245,6 +249,14 @@ class TestSegment:
             ("untrained_turns", (1, 1)),
             ("untrained_turns", (2, 1)),
             ("untrained_turns", (-1,)),
+            ("turn_rewards", (TurnReward(1, 0.5), TurnReward(1, 0.5))),
+            ("turn_rewards", (TurnReward(2, 0.5), TurnReward(1, 0.5))),
+            ("turn_rewards", (TurnReward(0, float("nan")),)),
+            ("repeated", (Repeated(1, 1), Repeated(1, 1))),
+            ("repeated", (Repeated(1, 0),)),
+            ("asked", Asked(0, "", "messages", "policy", 1, 0)),
+            ("asked", Asked(None, "", "messages", "policy", 1, 2)),
+            ("asked", Asked(None, "", "messages", "x" * (MAX_ASKED_CHARS + 1), 1, 0)),
         ]:
             with pytest.raises(InvalidValue):
                 Segment.of_exact(fields | {name: value})
@@ -254,6 +266,10 @@ class TestSegment:
     def test_only_the_last_segment_names_untrained_turns(self) -> None:
         with pytest.raises(InvalidValue, match="only the last"):
             segment(outcome=None, untrained_turns=(0,))
+        with pytest.raises(InvalidValue, match="only the last"):
+            segment(outcome=None, turn_rewards=((0, 1.0),))
+        with pytest.raises(InvalidValue, match="only the last"):
+            segment(outcome=None, repeated=((0, 1),))
 
 
 class TestTrajectory:
@@ -275,6 +291,21 @@ class TestTrajectory:
         assert branch.action_mask.tolist() == [*segment().action_mask.tolist(), *[False] * 4]
         assert branch.behavior_logprobs.tolist() == [*segment().behavior_logprobs.tolist(), *[0.0] * 4]
         assert (branch.num_actions, trajectory.num_trained, trajectory.num_actions) == (3, 3, 9)
+
+    def test_the_rewards_of_a_turn_add_up(self) -> None:
+        """Those that a segment brought and those known at the end; there is none of what was never sampled."""
+        key = EpisodeKey(JOB, 3, 0)
+        one = {"key": key, "attempt": 0, "outcome": None}
+        nothing = {"token_ids": [], "action_mask": [], "behavior_logprobs": []}
+        trajectory = Trajectory(
+            (
+                segment(**one, index=0, turn=0, turn_reward=0.25),
+                segment(**one, index=1, turn=1),
+                segment(**one, index=2, turn=2),
+                segment(**nothing, key=key, attempt=0, index=3, turn=2, turn_rewards=((0, 0.5), (2, -1.0), (9, 1.0))),
+            )
+        )
+        assert trajectory.turn_rewards == [0.75, None, -1.0]
 
     def test_stitches_its_segments_place_by_place(self) -> None:
         """A distinct value at each place, so that any shift of one array against another shows."""

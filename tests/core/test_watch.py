@@ -43,6 +43,12 @@ def test_an_evaluation_in_which_no_episode_got_a_reward_is_shown_too() -> None:
     assert describe(view, "evaluation") == "held-out reward nan after step 5"
 
 
+def test_an_evaluation_is_shown_with_its_interval() -> None:
+    view = WatchedJob("job_1", 20)
+    view.take("evaluation", {"step": 5, "reward/mean": 0.8, "reward/low": 0.49, "reward/high": 0.943})
+    assert describe(view, "evaluation") == "held-out reward 0.800 (0.490 to 0.943) after step 5"
+
+
 def test_an_environment_that_cannot_be_loaded_is_named_once() -> None:
     view = WatchedJob("job_1", 20)
     for _ in range(3):

@@ -1,9 +1,10 @@
 """What a stack of containers must stand: `python -m tests.e2e.compose_check` while `docker compose up` is up.
 
 A job that is submitted to the published port learns while a rollout worker and Redis are killed; the wall around the
-environments is tried from inside; with ``--rolling`` every service is then restarted in turn under a second job, with
-``--restore`` a third one goes on from a backup after its data and Redis are gone. It needs `docker` and whatever that
-needs to find the engine, and, to kill from outside, to be root.
+environments is tried from inside; with ``--agents`` a job of agents is trained while a gateway is killed; with
+``--rolling`` every service is restarted in turn under a job, with ``--restore`` one goes on from a backup after its
+data and Redis are gone. It needs `docker` and whatever that needs to find the engine, and, to kill from outside, to be
+root.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ POLL_S = 1.0
 TARGETS = {"redis": 6379, "engine": 30000, "api": 8000}
 """What environments must not reach, and where it listens."""
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close(); print('REACHED')"
-ROLLING = ("environments", "rollout", "engine", "trainer", "api", "redis")
+ROLLING = ("environments", "rollout", "gateway", "engine", "trainer", "api", "redis")
+PROBE_WALL = "from services.hosts.walls.tiers import WALLS, Tier; print(WALLS[Tier.WALL].refusal())"
+JOB, AGENTS_JOB = (ROOT / "examples" / name / "job.yaml" for name in ("demo", "agent"))
 
 
 class CheckFailed(Exception):
@@ -70,19 +74,29 @@ def wait(what: str, is_so: Callable[[], bool], most_s: float) -> None:
         time.sleep(POLL_S)
 
 
+@dataclass(frozen=True)
+class Said:
+    after_s: float
+    load: float
+    text: str
+
+
 STARTED = time.monotonic()
+SAID: list[Said] = []
+"""What this run has said so far."""
 
 
 def say(text: str) -> None:
-    print(f"[check {time.monotonic() - STARTED:5.0f}s] {text}", flush=True)
+    SAID.append(Said(time.monotonic() - STARTED, os.getloadavg()[0], text))
+    print(f"[check {SAID[-1].after_s:5.0f}s] {text}", flush=True)
 
 
 class Run:
     """One job and what became of it."""
 
-    def __init__(self, client: Client, seed: int, steps: int) -> None:
-        spec = load_job_spec(ROOT / "examples" / "demo" / "job.yaml")
-        changes = {"model": MODEL, "seed": seed, "steps": steps, "evaluation": {"tasks": 64, "every": steps}}
+    def __init__(self, client: Client, seed: int, steps: int, job: Path = JOB, model: str = MODEL) -> None:
+        spec = load_job_spec(job)
+        changes = {"model": model, "seed": seed, "steps": steps, "evaluation": {"tasks": 64, "every": steps}}
         self._client = client
         self._steps = steps
         self.id = client.create_job(spec.model_dump(mode="json", exclude_unset=True) | changes)["id"]
@@ -102,6 +116,10 @@ class Run:
         wait(f"step {step}", lambda: self.step() >= step, most_s)
         say(f"step {self.step()}")
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Those that were trained."""
+        return list(self._client.groups(self.id))
+
     def result(self) -> dict[str, Any]:
         """Of the finished job: success before and after, and whether each step and group was settled once."""
         events = list(self._client.events(self.id, after="0"))
@@ -110,7 +128,7 @@ class Run:
         numbers = [int(row["step"]) for row in rows if "reward/mean" in row]  # the others are evaluations
         if sorted(set(numbers)) != list(range(1, self._steps + 1)):
             raise CheckFailed(f"steps that were reported: {numbers}")
-        groups = [group["group"] for group in self._client.groups(self.id)]
+        groups = [group["group"] for group in self.groups()]
         if len(set(groups)) != len(groups):
             raise CheckFailed("a group was trained twice")
         scores = [float(one["reward/mean"]) for one in evaluations]
@@ -129,6 +147,9 @@ def check_wall() -> None:
             if "REACHED" in said:
                 raise CheckFailed(f"an environment reaches {service} at {address}:{port}")
         say(f"environments do not reach {service} ({', '.join(addresses)})")
+    said = compose("exec", "-T", "environments", "python", "-c", REACH, "gateway", "8020", check=False)
+    if "REACHED" not in said:
+        raise CheckFailed(f"agents do not reach the gateway: {said}")
     for service in ("redis", "engine"):
         said = compose("exec", "-T", "rollout", "python", "-c", REACH, service, str(TARGETS[service]), check=False)
         if "REACHED" not in said:
@@ -143,6 +164,18 @@ def check_wall() -> None:
     if [line for line in lines if line != "gspo_env_token_sha256"]:
         raise CheckFailed(f"the service of environments holds {lines}")
     say("environments hold no secret and reach no other network")
+
+
+def check_tier() -> None:
+    """Whether each host of environments has a wall of its own is said at the start, and is so where it is demanded."""
+    refusal = compose("exec", "-T", "environments", "python", "-c", PROBE_WALL)
+    demanded = compose("exec", "-T", "environments", "printenv", "GSPO_ENV_TIER", check=False).strip()
+    is_told = "this machine offers no wall" in compose("logs", "environments")
+    if is_told != (refusal != "None" and demanded != "process"):
+        raise CheckFailed(f"the log says that there is no wall: {is_told}; what is so: {refusal}")
+    if demanded == "wall" and refusal != "None":
+        raise CheckFailed(f"GSPO_ENV_TIER=wall, and there is none: {refusal}")
+    say(f"a wall inside the container of environments: {'yes' if refusal == 'None' else f'no, and told: {refusal}'}")
 
 
 def check_hardening() -> None:
@@ -175,6 +208,16 @@ def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) 
         raise CheckFailed(f"it rose by {100 * (after - before):.0f} points; {gain_points:.0f} were expected")
 
 
+def train_agents(client: Client, seed: int, steps: int = 6) -> None:
+    """A job of agents while a gateway is killed: what it held is played by another one, or again."""
+    run = Run(client, seed, steps, AGENTS_JOB)
+    run.reaches(2)
+    kill("gateway")
+    run.reaches(steps)
+    num_groups, num_gateways = run.result()["num_groups"], len(containers("gateway"))
+    say(f"agents: {steps} steps, {num_groups} groups; one of {num_gateways} gateways was killed")
+
+
 def rolling_restart(client: Client, seed: int) -> None:
     """Every service is restarted in order while a job runs; nothing is lost, doubled or sampled again."""
     steps = 2 * len(ROLLING) + 4
@@ -194,7 +237,7 @@ def rolling_restart(client: Client, seed: int) -> None:
 
 def restore(client: Client, seed: int) -> None:
     """A backup is made under a running job; data and Redis are removed, and the job goes on from it."""
-    steps = 12
+    steps = 40  # it must not be over before it is saved
     run = Run(client, seed, steps)
     run.reaches(4)
     started = time.monotonic()
@@ -221,8 +264,8 @@ def restore(client: Client, seed: int) -> None:
         "--restore",
     ]
     subprocess.run(["docker", "compose", *command], cwd=ROOT, input=saved.stdout, check=True)
-    compose("up", "--detach", "--wait", "--wait-timeout", "180")
-    say("everything is there again, from the backup and an empty Redis")
+    compose("up", "--detach", "--wait", "--wait-timeout", "600")  # as long as with_compose.sh
+    say(f"everything is there again, from the backup and an empty Redis; the job is at step {run.step()} of {steps}")
     run.reaches(steps)
     trained = list(client.groups(run.id))
     numbers, taken = {one["group"] for one in trained}, {one["step"] for one in trained}
@@ -237,16 +280,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gain", type=float, default=15.0, help="points of held-out success (default: %(default)s)")
+    parser.add_argument("--agents", action="store_true", help="also train agents while a gateway is killed")
     parser.add_argument("--rolling", action="store_true", help="also restart every service under a second job")
     parser.add_argument("--restore", action="store_true", help="also restore a backup under a third job")
     given = parser.parse_args(arguments)
     try:
         check_hardening()
+        check_tier()
         check_wall()
         key = compose("exec", "-T", "api", "cat", "/secrets/gspo_api_keys")
         with Client(given.url, key) as client:
             learn_under_fire(client, given.seed, given.steps, given.gain)
             check_wall()
+            if given.agents:
+                train_agents(client, given.seed + 3)
             if given.rolling:
                 rolling_restart(client, given.seed + 1)
             if given.restore:

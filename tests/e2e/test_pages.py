@@ -1,5 +1,5 @@
-"""What README.md, docs/api.md, docs/control.md and docs/environments.md type works on the stack that the first of their
-lines starts: in a new folder with the files that they say to save, in the order of the pages.
+"""What README.md, docs/api.md, docs/control.md, docs/environments.md and docs/performance.md type works on the stack
+that the first of their lines starts: in a new folder with the files that they say to save, in the order of the pages.
 
 Two things differ from what is typed: the port is a free one, and "path/to/model" is the demo's. Whoever follows a job
 (``--watch``, the client in Python) is interrupted as soon as it has shown a step; the rest would take hours.

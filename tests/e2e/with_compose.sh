@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$1"
 trap 'docker compose down --volumes --timeout 10' EXIT
 docker compose build
-docker compose up --detach --wait --wait-timeout 180
+docker compose up --detach --wait --wait-timeout 600
 python3 -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)' "$2"
 bash -c "$3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import random
@@ -17,7 +18,9 @@ import pytest
 
 from environments import gsm8k, word_problems
 from environments.python_tool import PythonTool
+from environments.sandbox.enclosed import enclosed
 from environments.search_qa import SearchQA, make_collection
+from gspo_core import descendants, landlock
 from gspo_core.env import CallStatus, Environment, Observation, ParsedTurn, Session, Start, ToolCall, load_environment
 from gspo_core.spec import spec_warnings
 from gspo_core.spec_file import load_job_spec
@@ -209,6 +212,66 @@ async def test_the_interpreter_goes_on_in_another_process() -> None:
             await each.close()
     finally:
         await environment.close()
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock, and nothing is withheld by it")
+def test_what_escapes_the_interpreter_reaches_neither_the_session_nor_a_file(tmp_path: Path) -> None:
+    """As its worker would: in its place, with what it is started with."""
+    judge = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (tmp_path / "answer").write_text("42\n")
+    try:
+        script = enclosed(Path("/bin/bash"))
+        for attempt in (
+            *([f"kill -0 {judge.pid}"] if landlock.version() >= 6 else []),
+            f"cat /proc/{judge.pid}/environ",
+            f"read -r < {tmp_path}/answer",
+            f"echo 43 > {tmp_path}/answer",
+            "echo x > /tmp/left",
+            'test -n "$PYTEST_CURRENT_TEST$HOME"',
+        ):
+            assert subprocess.run(["/bin/bash", "-c", attempt], check=False, stderr=subprocess.DEVNULL).returncode == 0
+            done = subprocess.run([script, "-c", f"echo alive; {attempt}"], check=False, capture_output=True, text=True)
+            assert done.stdout == "alive\n"
+            assert done.returncode != 0, attempt
+            (tmp_path / "answer").write_text("42\n")
+    finally:
+        judge.kill()
+        judge.wait()
+        Path("/tmp/left").unlink(missing_ok=True)
+
+
+async def test_the_interpreter_that_is_used_is_enclosed() -> None:
+    session, _ = await begun(load_environment(REFS[1]), Split.TRAIN, 0)
+    await session.act(turn(("python", {"code": "x = 1"})))
+    await session.close()
+    workers = [pid for pid, parent in descendants.parents().items() if parent == os.getpid()]
+    interpreters = [pid for pid in workers if _told(pid, "comm") == "monty\n"]
+    assert interpreters
+    for pid in interpreters:
+        assert "NoNewPrivs:\t1" in _told(pid, "status")
+        assert _told(pid, "environ") == ""
+
+
+def _told(pid: int, what: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{what}").read_text()
+    return "it is gone"
+
+
+async def test_the_time_for_code_is_bounded_and_goes_with_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("environments.python_tool.RUN_S", 1.0)
+    environment = load_environment(REFS[1])
+    session, _ = await begun(environment, Split.TRAIN, 0)
+    await session.act(turn(("python", {"code": "while True:\n    pass"})))
+    assert session.metrics["python_s"] > 1.0
+    state = await session.snapshot()
+    assert state is not None
+    other = environment.session()
+    await other.restore(await environment.task(Split.TRAIN, 0), 0, state)
+    for one in (session, other):
+        answer = await one.act(turn(("python", {"code": "1"})))
+        assert "the time for this task is over" in str(answer.messages[0]["content"])
+        await one.close()
 
 
 def test_a_snapshot_of_another_interpreter_is_refused() -> None:

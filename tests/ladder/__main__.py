@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / ".make" / "ladder", help="directory of the run")
     parser.add_argument("--any-commit", action="store_true", help="go on with rows that another commit has played")
     parser.add_argument("--fresh", action="store_true", help="play again what was played before")
+    parser.add_argument("--keep", action="store_true", help="keep the directories of jobs, for benchmarks.replays")
     arguments = parser.parse_args()
     place = Place(arguments.work.resolve())
     place.path.mkdir(parents=True, exist_ok=True)
@@ -44,18 +45,18 @@ def main() -> int:
             from tests.ladder.shape import measure
 
             return measure(place, commit_of(ROOT), arguments.train, say)
-        return _climb(place, arguments.seed, arguments.only, arguments.any_commit)
+        return _climb(place, arguments.seed, arguments.only, arguments.any_commit, arguments.keep)
     except StackError as error:
         say(f"ladder: FAILED: {error}")
         return 1
 
 
-def _climb(place: Place, given: int | None, only: str, any_commit: bool) -> int:
+def _climb(place: Place, given: int | None, only: str, any_commit: bool, keep: bool) -> int:
     seed_file = place.path / "seed"
     last = int(seed_file.read_text()) if seed_file.is_file() else None
     seed = next(one for one in (given, last, random.SystemRandom().randrange(10**6)) if one is not None)
     seed_file.write_text(str(seed))
-    run = Climb(commit_of(ROOT), seed, only, any_commit)
+    run = Climb(commit_of(ROOT), seed, only, any_commit, keep)
     say(f"ladder: seed {seed}, commit {run.commit}, in {place.path}")
     results: list[Result] = []
     num_rows = 0

@@ -1,11 +1,12 @@
 """Which tree plays the rows: its commit, with a mark where the tree is not what was committed.
 
-Rule: the page that a run itself writes makes no other tree; a run that was interrupted goes on after it has written.
+Rule: the pages that a run itself writes make no other tree; a run that was interrupted goes on after it has written.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.ladder.report import WRITTEN
@@ -13,9 +14,10 @@ from tests.ladder.report import WRITTEN
 UNKNOWN = "unknown"
 
 
-def commit_of(root: Path) -> str:
+def commit_of(root: Path, written: Collection[str] = WRITTEN) -> str:
+    """``written``: the pages."""
     commit = _git(root, "rev-parse", "--short=10", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in written))
     return (f"{commit}-dirty" if changed else commit) or UNKNOWN
 
 

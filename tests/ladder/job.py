@@ -96,8 +96,8 @@ def spec_of(row: Row, model_dir: Path, ref: str, config: Mapping[str, Any], seed
     }
 
 
-def play(running: Running, data_dir: Path, asked: Sequence[Asked]) -> list[Result]:
-    """All of them at once. Raises StackError when a process of the stack has ended."""
+def play(running: Running, data_dir: Path, asked: Sequence[Asked], *, keep: bool = False) -> list[Result]:
+    """All of them at once. ``keep``: their directories too. Raises StackError when a process of the stack has ended."""
     with Watch(running.pids, running.redis_url) as watch, Client(running.api_url) as client:
         started = time.monotonic()
         jobs: dict[str, Row] = {}
@@ -109,7 +109,7 @@ def play(running: Running, data_dir: Path, asked: Sequence[Asked]) -> list[Resul
                 results.append(Result(asdict(one.row), one.row.name, 0.0, "refused", str(error), [f"refused: {error}"]))
         seconds = {job: at - started for job, at in _ends(running, client, list(jobs))}
         for job, row in jobs.items():
-            results.append(_result(client, row, job, seconds[job], DataDir(data_dir).jobs.job(job)))
+            results.append(_result(client, row, job, seconds[job], DataDir(data_dir).jobs.job(job), keep=keep))
     for result in results:
         result.memory_bytes, result.redis_bytes = dict(watch.memory_bytes), watch.redis_bytes
     return results
@@ -130,7 +130,7 @@ def _ends(running: Running, client: Client, jobs: Sequence[str]) -> Iterator[tup
         time.sleep(POLL_S)
 
 
-def _result(client: Client, row: Row, job: str, seconds: float, directory: JobDir) -> Result:
+def _result(client: Client, row: Row, job: str, seconds: float, directory: JobDir, *, keep: bool) -> Result:
     record = client.job(job)
     reason = record["status_reason"]
     result = Result(asdict(row), row.name, seconds, record["status"], reason["message"] if reason else "")
@@ -145,7 +145,7 @@ def _result(client: Client, row: Row, job: str, seconds: float, directory: JobDi
     checked = check_provenance(directory, num_checked, seed=0)
     result.provenance = str(checked)
     result.problems += judge(row, result, len(steps), checked.num_tokens - checked.num_equal)
-    if not result.problems:
+    if not result.problems and not keep:
         shutil.rmtree(directory.path)  # hundreds of megabytes each
     return result
 

@@ -98,6 +98,8 @@ class Climb:
     """Rows whose name has this in it."""
     any_commit: bool = False
     """What another tree has played counts."""
+    keep: bool = False
+    """The directories of jobs that were well stay, for who trains their steps again."""
 
 
 def climb(place: Place, run: Climb, say: Say) -> Iterator[tuple[Ladder, list[Result]]]:
@@ -113,7 +115,8 @@ def climb(place: Place, run: Climb, say: Say) -> Iterator[tuple[Ladder, list[Res
         if todo:
             with running(place.data, place.model(None), max(JOBS)) as stack:
                 for number, batch in enumerate(todo, 1):
-                    results = play(stack, place.data, [asked(place, ladder, *one) for one in enumerate(batch)])
+                    wanted_of = [asked(place, ladder, *one) for one in enumerate(batch)]
+                    results = play(stack, place.data, wanted_of, keep=run.keep)
                     for result in results:
                         say(f"{number}/{len(todo)} {line(result)}")
                     for result in _worst_of_each(results):

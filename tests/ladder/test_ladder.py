@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from services.hosts.venv import Interpreters
+from services.launch import stack as stack_of_a_user
+from tests.apparatus.warm_python import WarmPython
 from tests.core.qwen_vocabulary import NotToBeHad, qwen_chat_template, qwen_vocabulary
+from tests.ladder import stack as stack_of_the_ladder
 from tests.ladder import worlds as all_worlds
 from tests.ladder.axes import Row
 from tests.ladder.job import play
@@ -22,6 +26,14 @@ pytestmark = pytest.mark.timeout(600)
 ROWS = [Row(600, 1_000, 3, 5, "search_qa", 1, "template", "lora")]
 
 
+@pytest.fixture
+def warm_stack(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stack starts, but not the environments of this process, has been imported already."""
+    for module in (stack_of_a_user, stack_of_the_ladder):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(warm_python.path)))
+
+
+@pytest.mark.usefixtures("warm_stack")
 def test_jobs_of_a_users_sizes_are_trained(tmp_path: Path) -> None:
     try:
         qwen_vocabulary(), qwen_chat_template()

@@ -16,7 +16,11 @@ def main(folder: str, tokenizer_file: str, name: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
-    configs = {"qwen3": renderers.Qwen3RendererConfig(), "llama-3": renderers.Llama3RendererConfig()}
+    configs = {
+        "qwen3": renderers.Qwen3RendererConfig(),
+        "llama-3": renderers.Llama3RendererConfig(),
+        "glm-4.5": renderers.GLM45RendererConfig(),
+    }
     renderer = renderers.create_renderer(tokenizer, configs[name])
     for line in sys.stdin:
         print(json.dumps(answer(renderer, json.loads(line))), flush=True)

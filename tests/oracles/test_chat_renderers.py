@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gspo_core.chat import HermesCodec, LlamaCalls, Tokenizer, load_tokenizer
+from gspo_core.chat import ChatCodec, HermesCodec, LlamaCalls, Tokenizer, load_codec, load_tokenizer
 from gspo_core.chat.turns import TurnReader
 from gspo_core.messages import CallStatus
-from tests.core.chat_kit import LLAMA, TOOLS, call, conversation, write_tokenizer
+from tests.core.chat_kit import GLM, GLM_FORMAT, LLAMA, TOOLS, call, conversation, write_template, write_tokenizer
 from tests.oracles.packages import package
 
 PROCESS = Path(__file__).with_name("renderers_process.py")
@@ -57,6 +57,57 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer,
     renderer = Renderer(folder / "tokenizer.json", "llama-3")
     yield load_tokenizer(folder), renderer
     renderer.close()
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ChatCodec, Renderer]]:
+    folder = write_tokenizer(tmp_path_factory.mktemp("glm"), GLM, added=GLM_FORMAT)
+    write_template(folder, (package("trl") / "trl" / "chat_templates" / "glm4moe.jinja").read_text())
+    renderer = Renderer(folder / "tokenizer.json", "glm-4.5")
+    yield load_codec(folder), renderer
+    renderer.close()
+
+
+@pytest.mark.parametrize("end", ["<|observation|>", "<|user|>"])
+def test_bridges_behind_random_words_of_glm_are_theirs(glm: tuple[ChatCodec, Renderer], end: str) -> None:
+    """Also where it samples what opens another message than the one that comes."""
+    codec, theirs = glm
+    generator = random.Random(6)
+    ordinary = [token for token in range(codec.tokenizer.vocab_size) if codec.tokenizer.decode([token]).isalpha()]
+    history = [{"role": "user", "content": "go"}]
+    (stop,) = codec.tokenizer.encode_whole(end)
+    for _ in range(50):
+        prefix = codec.render(history, TOOLS)  # type: ignore[arg-type]
+        words = codec.tokenizer.encode_whole("\n<think>Hm.</think>\n")
+        called = codec.tokenizer.encode_whole("\n<tool_call>stop\n</tool_call>")
+        sampled = [*words, *generator.choices(ordinary, k=generator.randint(1, 40)), *called, stop]
+        results = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "ü"}]
+        bridge = codec.bridge(prefix, sampled, results, history=history, tools=TOOLS)  # type: ignore[arg-type]
+        assert isinstance(bridge, list), bridge
+        assert [*prefix, *sampled, *bridge] == theirs.ask("bridge", prefix=prefix, sampled=sampled, messages=results)
+
+
+GLM_BODIES = (
+    *("add", "fly", " and ", "\n", "<arg_key>x</arg_key>", "<arg_key>", "<arg_value>2</arg_value>", "<arg_value>"),
+    *("<arg_key>text</arg_key>\n<arg_value>a b</arg_value>\n", "add\n<arg_key>x</arg_key>\n<arg_value>2</arg_value>\n"),
+)
+
+
+def test_calls_of_glm_are_read_as_they_read_them(glm: tuple[ChatCodec, Renderer]) -> None:
+    codec, theirs = glm
+    generator = random.Random(7)
+    num_ok = 0
+    for _ in range(800):
+        bodies = ["".join(generator.choices(GLM_BODIES, k=generator.randint(0, 3))) for _ in range(2)]
+        text = "\n<think></think>\nHello." + "".join(f"\n<tool_call>{body}</tool_call>" for body in bodies)
+        sampled = [*codec.tokenizer.encode_whole(text), codec.stop_ids[0]]
+        ours, given = codec.parse(sampled, TOOLS), theirs.ask("parse", sampled=sampled)
+        # They also read some bodies as calls that have words between or behind the arguments.
+        readable = [place for place, one in enumerate(ours.calls) if one.status is CallStatus.OK]
+        found = [[ours.calls[place].name, ours.calls[place].arguments] for place in readable]
+        assert found == [[given["calls"][place][1], given["calls"][place][2] or {}] for place in readable], text
+        num_ok += len(found)
+    assert num_ok > 50
 
 
 def test_renders_are_theirs(qwen3: tuple[HermesCodec, Renderer]) -> None:

@@ -18,7 +18,7 @@ from gspo_core.chat import (
     load_codec,
 )
 from gspo_core.messages import Message
-from tests.core.chat_kit import CHATML, LLAMA, TOOLS, conversation, write_template, write_tokenizer
+from tests.core.chat_kit import CHATML, GLM, GLM_FORMAT, LLAMA, TOOLS, conversation, write_template, write_tokenizer
 from tests.oracles.packages import package
 
 NUM_CONVERSATIONS = 200
@@ -29,6 +29,8 @@ def template(name: str) -> str:
 
 
 def directory(tmp_path: Path, name: str) -> Path:
+    if name.startswith("glm"):
+        return write_template(write_tokenizer(tmp_path, GLM, added=GLM_FORMAT), template(name))
     tokens = LLAMA if name.startswith("llama") else CHATML
     ends = {"bos_token": LLAMA[0], "eos_token": "<|eot_id|>"} if name.startswith("llama") else {}
     return write_template(write_tokenizer(tmp_path, tokens, **ends), template(name))
@@ -59,6 +61,8 @@ VARIANTS = [
     ("qwen3_5_nothink", {}, TemplateCodec),
     ("qwen3_5_think", {}, TemplateCodec),
     ("llama3_1", {}, TemplateCodec),
+    ("glm4moe", {}, TemplateCodec),
+    ("glm4moe", {"enable_thinking": False}, TemplateCodec),
 ]
 
 
@@ -72,7 +76,7 @@ def test_renders_are_byte_for_byte_those_of_the_models_template(
     theirs, generator = Theirs(model_dir, **variables), random.Random(name)
     num_compared = 0
     for number in range(NUM_CONVERSATIONS):
-        messages = conversation(generator, reasons="qwen3" in name)
+        messages = conversation(generator, reasons="qwen3" in name or name.startswith("glm"))
         tools, prompt = (TOOLS if number % 3 else []), bool(number % 2)
         if name.startswith("llama") and any(len(message.get("tool_calls", ())) > 1 for message in messages):
             continue  # the template takes one call at a time
@@ -139,6 +143,8 @@ SAID = (
     "<think>\nhm\n</think>\n\nok",
     '{"name": "add", "parameters": {"x": 1}}',
     '{"name": "add", "parameters": {"x": 1}}; {"name": "add"}',
+    "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "<tool_call>add\n<arg_key>x</arg_key>\n1\n</tool_call>",
 )
 
 
@@ -147,6 +153,8 @@ def test_over_every_template_that_can_be_used_whatever_is_said_is_continued_as_i
     folder = write_tokenizer(tmp_path, (*CHATML, *LLAMA, *phi), bos_token=LLAMA[0], eos_token="<|eot_id|>")
     generator, used = random.Random(0), set()
     for path in sorted((package("trl") / "trl" / "chat_templates").glob("*.jinja")):
+        if path.stem.startswith("glm"):
+            continue  # of a vocabulary of its own, below
         try:
             codec = load_codec(write_template(folder, path.read_text()))
         except (UnsuitableChat, UnsuitableTokenizer):
@@ -155,6 +163,18 @@ def test_over_every_template_that_can_be_used_whatever_is_said_is_continued_as_i
         for _ in range(10):
             keeps_what_was_sampled(codec, generator)
     assert used >= {"llama3_1", "llama3_2", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_vl", "nemotron_3_nano"}
+
+
+def test_whatever_a_glm_says_is_continued_as_it_was_sampled(tmp_path: Path) -> None:
+    """Its turns end with what opens the next message; the policy may choose the wrong one, or none."""
+    codec, generator = load_codec(directory(tmp_path, "glm4moe")), random.Random(0)
+    assert [codec.tokenizer.decode([token]) for token in codec.stop_ids] == [
+        "<|user|>",
+        "<|observation|>",
+        "<|system|>",
+    ]
+    for _ in range(30):
+        keeps_what_was_sampled(codec, generator)
 
 
 def keeps_what_was_sampled(codec: ChatCodec, generator: random.Random) -> None:

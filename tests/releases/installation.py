@@ -1,7 +1,8 @@
 """The processes of one release over one directory: engine, API, trainer, rollout worker and a Redis server.
 
 Every path is relative to that directory, so an installation can be packed here and unpacked elsewhere. The code of a
-release is a tree of its own (``PYTHONPATH``); only the Redis server is started by the present one.
+release is a tree of its own (``PYTHONPATH``); only the Redis server is started by the present one. The present tree may
+have an interpreter of its own, that has imported it already.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ PRESENT = Path(__file__).parents[2]
 LEASE_S = "2"
 DEADLINE_S = 120.0
 ENGINE, API, TRAINER, WORKER = "engine", "api", "trainer", "rollout"
-COMMANDS = {
-    ENGINE: ("-c", "from tests.chaos.engine import main; raise SystemExit(main())"),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    ENGINE: ("-m", "tests.chaos.engine"),
     API: ("-m", "services.api"),
     TRAINER: ("-m", "services.trainer"),
     WORKER: ("-m", "services.rollout"),
 }
+# Releases up to 0.2.0 have no other way to start theirs.
+ENGINE_OF_A_RELEASE = ("-c", "from tests.chaos.engine import main; raise SystemExit(main())")
 
 
 class Installation:
     """``start`` what is wanted, of any tree; ``kill`` ends one or all of it with SIGKILL."""
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
+    def __init__(self, work: Path, python: str = sys.executable) -> None:
+        self.work, self._python = work, python
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._engine_port, self._api_port = free_port(), free_port()
         self._redis: RedisServer | None = None
@@ -58,7 +61,7 @@ class Installation:
         for name in names:
             with (self.work / f"{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(
-                    [sys.executable, *COMMANDS[name], *self._arguments(name)],
+                    [*self._command(name, tree), *self._arguments(name)],
                     cwd=self.work,
                     env=self._environment(tree),
                     stdin=subprocess.DEVNULL,
@@ -67,6 +70,11 @@ class Installation:
                 )
         if API in names:
             self.wait_for("the API", self._answers)
+
+    def _command(self, name: str, tree: Path) -> tuple[str, ...]:
+        if tree == PRESENT:
+            return (self._python, *COMMANDS[name])
+        return (sys.executable, *(ENGINE_OF_A_RELEASE if name == ENGINE else COMMANDS[name]))
 
     def _arguments(self, name: str) -> list[str]:
         if name == ENGINE:
@@ -96,7 +104,10 @@ class Installation:
         spec = job_spec(number, Path(), steps, seed=0, worlds=["Replayed"])
         spec |= {"model": "model", "environments": [{"ref": "world.py:Sums"}]}
         spec.pop("learner", None)
-        answer = self._http.post("/v1/jobs", json=spec)
+        return self.post(spec)
+
+    def post(self, body: dict[str, Any] | None, path: str = "/v1/jobs") -> str:
+        answer = self._http.post(path, json=body)
         answer.raise_for_status()
         return str(answer.json()["id"])
 
@@ -115,6 +126,9 @@ class Installation:
             if ended or late:
                 raise AssertionError(f"{what}: ended {ended}, late {late}\n{self.logs()}")
             time.sleep(0.05)
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
 
     def status(self, name: str) -> int:
         """The exit status of a process that is expected to end."""
@@ -141,8 +155,8 @@ class Installation:
 
 
 @contextlib.contextmanager
-def installed(work: Path) -> Iterator[Installation]:
-    installation = Installation(work)
+def installed(work: Path, python: str = sys.executable) -> Iterator[Installation]:
+    installation = Installation(work, python)
     installation.start_redis()
     try:
         yield installation

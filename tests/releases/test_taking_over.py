@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from gspo_core.cli import main
+from gspo_core.spec import JobSpec
 from gspo_core.types import Group
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
+from tests.apparatus.warm_python import WarmPython
 from tests.releases.installation import API, ENGINE, TRAINER, WORKER, Installation, extract_tree, installed
 from tests.releases.make import STEPS, about, unpack, write_world_and_model
 
@@ -54,10 +60,12 @@ def check_that_all_is_well(installation: Installation, job: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=NAMES)
-def test_an_installation_that_was_killed_in_mid_job_is_taken_over(release: Path, tmp_path: Path) -> None:
+def test_an_installation_that_was_killed_in_mid_job_is_taken_over(
+    release: Path, tmp_path: Path, warm_python: WarmPython
+) -> None:
     unpack(release, tmp_path)
     record = about(release)
-    with installed(tmp_path) as present:
+    with installed(tmp_path, str(warm_python.path)) as present:
         present.start(ENGINE, API, TRAINER, WORKER)
         running, waiting = record["jobs"]
         assert present.job(running)["step"] >= record["step"]  # nothing that was reported is gone
@@ -98,6 +106,41 @@ def test_a_rolling_upgrade_goes_on_in_either_order(release: Path, order: tuple[s
         check_that_all_is_well(mixed, job)
 
 
+def test_a_job_is_stored_with_no_key_that_the_last_release_does_not_know(tmp_path: Path) -> None:
+    """Unless it uses one: processes of the release refuse it as a whole."""
+    unpack(RELEASES[-1], tmp_path)
+    for job in about(RELEASES[-1])["jobs"]:
+        stored = json.loads(json.loads((tmp_path / "data" / "jobs" / job / "job.json").read_text())["spec"])
+        assert set(_keys(JobSpec.model_validate(stored).model_dump(mode="json"))) == set(_keys(stored))
+
+
+def _keys(value: Any, place: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (f"{place}.{name}" for name in value)
+        for name, inner in value.items():
+            yield from _keys(inner, f"{place}.{name}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner, place)
+
+
+@pytest.mark.slow
+def test_processes_of_the_last_release_play_a_job_that_the_present_api_accepted(tmp_path: Path) -> None:
+    tree = tree_of(about(RELEASES[-1])["revision"], tmp_path / "tree")
+    home = tmp_path / "home"
+    home.mkdir()
+    write_world_and_model(home, tree)
+    with installed(home) as mixed:
+        mixed.start(ENGINE, API, TRAINER, WORKER, tree=tree)
+        before = mixed.submit(0, STEPS)
+        mixed.wait_for("a step", lambda: mixed.job(before)["step"] >= 1)
+        mixed.kill(API)
+        mixed.start(API)
+        job = mixed.submit(1, STEPS)
+        mixed.wait_for("the end", lambda: succeeded(mixed, job), ENDED_S)
+        check_that_all_is_well(mixed, job)
+
+
 @pytest.mark.slow
 def test_an_older_process_is_refused_at_the_door(tmp_path: Path) -> None:
     tree = tree_of(OLDER_LIBRARY, tmp_path / "tree")
@@ -108,3 +151,37 @@ def test_an_older_process_is_refused_at_the_door(tmp_path: Path) -> None:
         present.start(WORKER, tree=tree)
         assert present.status(WORKER) != 0
         assert "upgrade this process" in present.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES, ids=NAMES)
+def test_the_past_of_an_older_release_is_replayed_forked_and_gone_on_with(
+    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its steps, whoever trained them. Their logs do not say on how many threads, and this is another machine than
+    theirs, so the weights are alike and not bit for bit."""
+    unpack(release, tmp_path)
+    job = about(release)["jobs"][0]
+    monkeypatch.chdir(tmp_path)  # paths of an installation that is moved are relative
+    with installed(tmp_path) as present:
+        present.start(ENGINE, API, TRAINER, WORKER)
+        present.wait_for(f"the end of {job}", lambda: succeeded(present, job), ENDED_S)
+        child = present.post({"step": 2, "set": {"steps": 4}}, f"/v1/jobs/{job}/fork")
+        # One trainer: the other job of the installation comes first.
+        present.wait_for(f"the end of {child}", lambda: succeeded(present, child), 3 * ENDED_S)
+        present.post(None, f"/v1/jobs/{job}/resume?from_step=3&steps={STEPS}")
+        present.wait_for("the end of what was resumed", lambda: succeeded(present, job), 3 * ENDED_S)
+        assert set(trained_groups(present, job).values()) == {1}
+    folder = f"data/jobs/{job}"
+    assert main(["audit", folder]) == 0
+    assert main(["bundle", f"{folder}@2", "--to", "steps.gspo"]) == 0
+    capsys.readouterr()
+    for where in (f"{folder}@2", "steps.gspo@2"):
+        main(["replay", where, "--set", "optimizer.lr=1e-9", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["steps"][0]["loss"] == pytest.approx(loss_of(Path(folder), 2), rel=1e-4)
+
+
+def loss_of(folder: Path, step: int) -> float:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(float(row["gspo/loss"]) for row in rows if row["step"] == step and "gspo/loss" in row)

@@ -37,8 +37,11 @@ COMPOSE_FLAGS = {
     "restart": set(),
     "ps": set(),
 }
-KUBECTL_FLAGS = {"-n=", "-f=", "-k=", "-i", "--from-file="}
-TORCHRUN_FLAGS = {"--nproc-per-node=", "--max-restarts=", "--shutdown-timeout=", "-m"}
+KUBECTL_FLAGS = {
+    *("-n=", "-f=", "-k=", "-l=", "-i", "--from-file="),
+    *("--all", "--container=", "--for=", "--from=", "--replicas=", "--selector=", "--timeout="),
+}
+TORCHRUN_FLAGS = {"--nproc-per-node=", "--no-python", "--max-restarts=", "--shutdown-timeout=", "-m"}
 
 
 class CannotBeTyped(Exception):
@@ -75,8 +78,11 @@ def settable() -> set[str]:
         "services/Dockerfile",
         "services/process/settings.py",
         "gspo_core/cli/connection.py",
+        "services/launch/gpus.py",
+        "services/launch/engine_command.py",
     ]
-    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", "".join((ROOT / one).read_text() for one in files)))
+    named = set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", "".join((ROOT / one).read_text() for one in files)))
+    return named | {"COMPOSE_FILE"}  # compose itself
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str], whole: bool) -> None:
@@ -96,6 +102,9 @@ def _gspo(words: list[str], whole: bool) -> None:
 
 
 def _python(words: list[str], whole: bool) -> None:
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
+        return
     if words[0] != "-m":
         if not (ROOT / words[0]).is_file():
             raise CannotBeTyped(f"there is no file {words[0]}")
@@ -243,6 +252,8 @@ def _kubectl(words: list[str], whole: bool) -> None:
             rest.append(named.pop(0))
     if "-n" in given and ("namespace", given["-n"]) not in objects():
         raise CannotBeTyped(f"the manifests make no namespace {given['-n']}")
+    if "--from" in given and tuple(given["--from"].split("/")) not in objects():
+        raise CannotBeTyped(f"the manifests have no {given['--from']}")
     for flag in ("-f", "-k"):
         if flag in given and not (ROOT / given[flag]).exists():
             raise CannotBeTyped(f"there is no {given[flag]}")
@@ -255,16 +266,26 @@ def _kubectl(words: list[str], whole: bool) -> None:
 
 def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
     match words:
-        case ["apply"] | ["rollout", "restart"] | ["exec"]:
+        case ["apply"] | ["rollout", "restart"] | ["exec" | "port-forward" | "scale"]:
             return
         case ["create", "secret", "generic", secret]:
             role = secret.removeprefix("gspo-")
-            mounted = "".join(path.read_text() for path in (ROOT / "k8s" / "base").rglob("*.yaml"))
+            mounted = "".join(
+                path.read_text() for part in ("base", "components") for path in (ROOT / "k8s" / part).rglob("*.yaml")
+            )
             if "$" not in role and f"secretName: {secret}" not in mounted:
                 raise CannotBeTyped(f"no pod mounts the secret {secret}")
+        case ["scale", path] if "/" in path:
+            yield path.partition("/")[0], path.partition("/")[2]
+        case ["delete", "pvc", *_] | ["delete", "job"] | ["wait", "pod"]:
+            return  # claims of a StatefulSet have names that the cluster makes
+        case ["create", "job", _] | ["wait", _] | ["logs", _]:
+            return  # a job that was made by hand
+        case ["scale", kind, *some]:
+            yield from ((kind, one) for one in some)
         case ["delete", kind, one]:
             yield kind, one
-        case ["exec", path] | ["port-forward", path, _]:
+        case ["exec", path] | ["port-forward", path, _] | ["rollout", "restart", path]:
             kind, _, one = path.partition("/")
             yield kind, one
         case _:
@@ -311,6 +332,8 @@ JUDGES: dict[str, Callable[[list[str], bool], None]] = {
     "mypy": _anything,
     "pytest": _pytest,
     "python": _python,
+    # Of the reader; a test compares what it starts with what `gspo up` starts.
+    "PYTHON": _anything,
     "ruff": _anything,
     "sbatch": _anything,
     "source": _anything,

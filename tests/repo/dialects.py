@@ -45,6 +45,23 @@ Clients are told so by `x-should-retry`, which theirs obey. A request that a cli
 stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`. An
 error in its middle is told as the dialect tells it.
 
+Where `tool_choice` requires a call, of any tool or of one by its name, the answer is begun for the policy with the ids
+of such a call; they are read, not sampled, and not trained. What the policy makes of it is given as a call if it is
+one, and as text otherwise, as always. With `none` the tools stay in the prompt, so that the conversation goes on as it
+was, and what the policy calls all the same is given as text. A model whose calls have no beginning of their own is not
+made to call: the request is refused.
+
+`seed`, any whole number of 64 bits, says which sample of the job's distribution it is to be: the same request with
+the same seed draws the same tokens wherever and whenever it is asked for, as long as the same weights sample. It
+decides the numbers behind the tokens, in all pieces in which an answer is sampled, also when another gateway goes on
+with it; tokens behind a switch of weights are those of the new weights, as `policy_version` says. What is recorded
+and trained is what was sampled, with its own log-probs. A request with another seed is another request. The same one
+once more is another turn, a branch `resampled` with equal tokens. So members of a group that send equal seeds play
+equal episodes, from which nothing is learned: a seed belongs to serving and to finding faults, or differs from
+episode to episode. The embedded engine draws the same tokens but for the rounding of what is computed beside other
+requests; vLLM does where the answer is asked for in the same pieces; SGLang passes seeds over unless it runs with
+`--enable-deterministic-inference`, and then does as the embedded engine.
+
 A reward is `POST /v1/episode/reward` with `reward` (a finite number), `turn` (the `id` of an answer; without it, the
 reward is the episode's) and `token` (any text: with an equal one it is the same reward again). `POST
 /v1/episode/finish` ends the episode.

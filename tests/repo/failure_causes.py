@@ -26,6 +26,7 @@ MODULES = (
     *("services.engines.errors", "services.engines.http_connection"),
     *("services.episodes.ledger", "services.episodes.policy", "services.episodes.worlds"),
     *("services.files.batch_log", "services.files.checkpoints", "services.files.disk_space", "services.files.weights"),
+    "gspo_core.log.history",
     "services.workers.loading",
     *("services.state.away", "services.state.functions", "services.state.refusals"),
     "services.trainer.telling.failure",

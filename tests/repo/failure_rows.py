@@ -65,10 +65,11 @@ ENVIRONMENT = (
     Row(
         "The environment itself fails, or the agent that plays in its place (`agent`): it cannot begin (`task`, "
         "`start`, `reset`, `prompt`), answer (`act`, `done`), "
-        "keep its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number)",
+        "keep its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number; `judge`: the model that a "
+        "job asks for the reward stays away, refuses, or says no score however often it is asked)",
         (
             *("phase:task", "phase:start", "phase:reset", "phase:prompt", "phase:act", "phase:done"),
-            *("phase:agent", "phase:snapshot", "phase:restore", "phase:score", "stop:env_error"),
+            *("phase:agent", "phase:snapshot", "phase:restore", "phase:score", "phase:judge", "stop:env_error"),
         ),
         AGAIN,
         WITHOUT,
@@ -78,6 +79,34 @@ ENVIRONMENT = (
             "test_rollout_episode.py::test_a_failing_world_costs_an_attempt_and_then_the_reward_but_nothing_else",
             "test_rollout_host.py::test_a_failing_scorer_is_never_a_reward_of_zero",
             "test_host.py::test_what_the_policy_did_not_cause_is_a_failure_without_reward",
+            "test_gateway_judge.py::test_a_judge_that_fails_is_counted_and_never_a_reward_of_0",
+        ),
+    ),
+    Row(
+        "An agent ends without a reward, and the job waits for one (`rewards.deadline_s`): its reward does not come",
+        ("stop:no_reward",),
+        "`no_reward` at the deadline; a reward after it is refused with 409. What single turns were paid meanwhile is "
+        "its reward where there is no other",
+        WITHOUT,
+        "goes on; `rewards/missed` and `stop/no_reward` count it, `rewards/waiting_groups` what still waits",
+        "no: never as a reward of 0",
+        (
+            "test_gateway_late.py::test_a_reward_that_never_comes_is_no_reward_of_0",
+            "test_trainer_late_rewards.py::test_a_reward_that_never_comes_costs_its_member_alone",
+            "test_bus_rewards.py::test_a_reward_that_never_comes_ends_the_wait_at_the_deadline",
+        ),
+    ),
+    Row(
+        "Rewards come when tokens of their group are beyond `staleness_cap`",
+        ("group:dropped_late",),
+        NOTHING,
+        "by default those tokens leave the loss and the rewards stay in the baseline; with `on_late_reward: drop` "
+        "`dropped_late`, and another one is started",
+        "goes on; eight batches' worth dropped in a row: `failed`, `stale_backlog`",
+        "what is within the cap; with `on_late_reward: train` all of it",
+        (
+            "test_trainer_late_rewards.py::test_what_is_too_old_is_trained_masked_or_dropped",
+            "test_trainer_late_rewards.py::test_steps_go_on_and_late_tokens_are_trained_with_their_true_age",
         ),
     ),
     Row(
@@ -265,6 +294,22 @@ GROUPS = (
         "the others",
         ("test_trainer_stragglers.py::test_a_straggler_is_cut_off_when_the_batch_waits_for_it_alone",),
     ),
+    Row(
+        "A user, or an episode, is erased before it is trained",
+        ("group:dropped_erased", "error:Erased"),
+        "ends without an outcome, its segments are gone; whoever plays it is told at its next write (`Erased`), its "
+        "agent with 409",
+        "goes on without it, or `dropped_erased`, and another one is started",
+        "goes on, whatever number of groups is dropped for it",
+        "the others",
+        (
+            "test_bus_erasing.py::test_nothing_that_was_said_is_left_at_any_stage",
+            "test_bus_erasing.py::test_an_episode_ends_while_it_is_erased",
+            "test_trainer_erasing.py::test_what_is_erased_after_its_group_was_chosen_is_in_no_log",
+            "test_trainer_erasing.py::test_groups_that_were_erased_are_replaced_and_count_against_nobody",
+            "test_gateway_erasing.py::test_an_agent_that_talks_on_is_told_and_nothing_is_written",
+        ),
+    ),
 )
 
 ENGINE = (
@@ -279,6 +324,18 @@ ENGINE = (
             "test_rollout_engines.py::test_a_request_goes_on_elsewhere_when_its_engine_dies",
             "test_rollout_worker.py::test_an_engine_that_goes_away_is_waited_for",
             "test_engines.py::test_an_engine_dies_and_another_joins_while_the_job_goes_on",
+        ),
+    ),
+    Row(
+        "An engine asks for another key than ours (`EngineKeyRefused`)",
+        ("error:EngineKeyRefused",),
+        "asks another engine",
+        "does not bind it, or gives it back",
+        "`starting`, `no_engine_for_model` with the entry of `GSPO_ENGINE_KEYS` that is missing or wrong",
+        LATER,
+        (
+            "test_engine_keys.py::test_a_missing_and_a_wrong_key_say_what_to_do",
+            "test_engine_keys.py::test_use_and_control_are_apart",
         ),
     ),
     Row(

@@ -70,6 +70,19 @@ TRAINER = (
         ("test_trainer_drains.py::test_the_step_is_ended_and_saved_and_another_trainer_goes_on",),
     ),
     Row(
+        "A job makes no progress for `GSPO_YIELD_AFTER_S`, and another one waits for its trainer",
+        ("code:yielded",),
+        "is played on by another worker when the job comes back",
+        "waits in Redis",
+        "the step is ended and saved; `queued`, `yielded`, with what it waited for, behind others; does not count",
+        "yes, when its turn comes",
+        (
+            "test_trainer_giving_way.py::test_a_real_run_without_an_engine_gives_way_and_goes_on_where_it_was",
+            "test_trainer_giving_way.py::test_a_real_run_whose_world_fails_after_its_first_turn_gives_way",
+            "test_trainer_giving_way.py::test_a_real_run_whose_rewards_never_come_gives_way",
+        ),
+    ),
+    Row(
         "A trainer is lost in the middle of a held-out evaluation",
         ("group:dropped_trainer_lost",),
         "is thrown away",
@@ -259,6 +272,20 @@ DISK = (
         ),
     ),
     Row(
+        "Held-out reward falls by more than chance (the alarm `evaluation_fell`), and `watchdog.on_fall` is `slow` or "
+        "`go_back`",
+        ("alert:fall_answered",),
+        "with `go_back`: played anew",
+        "with `go_back`: dispatched again, as far as it was not in the best evaluation's weights",
+        "the alert `fall_answered`; it goes on with a smaller learning rate, with `go_back` from the checkpoint of its "
+        "best evaluation, in another attempt that does not count",
+        "with `go_back`: anew",
+        (
+            "test_trainer_falls.py::test_a_run_that_falls_is_slowed_once",
+            "test_trainer_falls.py::test_a_run_that_falls_goes_back_to_its_best_evaluation",
+        ),
+    ),
+    Row(
         "A checkpoint is damaged",
         ("alert:checkpoint_skipped",),
         NOTHING,
@@ -268,13 +295,16 @@ DISK = (
         ("test_checkpoint_zoo.py::test_a_damaged_one_is_passed_over_and_the_logs_lead_to_the_same_weights",),
     ),
     Row(
-        "A batch log is damaged (`DamagedBatchLog`)",
+        "A batch log is damaged (`DamagedBatchLog`), or episodes of it were erased",
         ("alert:batch_log_damaged", "error:DamagedBatchLog"),
         "of that step and those after it: played anew",
         "dispatched again",
         "the alert `batch_log_damaged`; it goes on from the step before",
         "anew",
-        ("test_trainer_replay.py::test_a_damaged_log_ends_the_row_and_its_groups_are_owed_again",),
+        (
+            "test_trainer_replay.py::test_a_damaged_log_ends_the_row_and_its_groups_are_owed_again",
+            "test_trainer_replay.py::test_a_step_with_an_erased_episode_ends_the_row_untouched",
+        ),
     ),
     Row(
         "Published weights are damaged (`DamagedVersion`)",

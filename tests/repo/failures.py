@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from gspo_core.endings import PROVOKED, TRUNCATED
 from gspo_core.types import StopReason
 from services.state.jobs import CountedCode, DoneCode, FailureCode, FreeCode, WaitCode
-from services.workers.scoring import PROVOKED, TRUNCATED
 from tests.repo.failure_row import Row
 from tests.repo.failure_rows import SECTIONS
 

@@ -16,16 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_core import codec
+from gspo_core import codec, lora_adapter
 from gspo_core.environment_records import Description
 from gspo_core.learner import state as learner_state
-from gspo_core.log import batches, checkpoints, manifests, records, trained
+from gspo_core.log import archive, batches, checkpoints, manifests, records, trained
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http import key_ring
+from services.api.views.replay_views import (
+    BranchSharesView,
+    DifferenceView,
+    InfluenceView,
+    ReplayAnswer,
+    ReplayedStep,
+    SingleView,
+    VersionFound,
+)
 from services.episodes import worlds
-from services.files import data_dir
+from services.files import data_dir, replays, weight_deltas
 from services.files.job_dir import JobDir
 from services.gateway import snapshots
 from services.gateway.history import TurnEntry
@@ -43,6 +52,11 @@ RELEASES = ROOT / "tests" / "releases"
 # 0.1.0 is commit 84ec78a, from before this table.
 FUNCTIONS = "functions in Redis"
 BEFORE_THIS_TABLE = {"0.1.0": {FUNCTIONS: (1, "b7507e68f8da4570")}}
+
+ANSWERED = (
+    *(ReplayAnswer, ReplayedStep, VersionFound, DifferenceView, InfluenceView),
+    *(SingleView, BranchSharesView),
+)
 
 Kept = dict[str, tuple[int, str]]
 """Number and digest of each format."""
@@ -74,16 +88,23 @@ def all_formats() -> list[Format]:
 
 def _of_the_log() -> Iterator[Format]:
     headers = [codec._PREFIX.format, codec._COUNTS.format, codec._HEADER.format]
-    meta = [shape_of(codec._SegmentMeta), shape_of(codec._TimedMeta), shape_of(codec._UntrainedMeta)]
-    yield Format("segments", "gspo_core/codec.py UNTRAINED_SCHEMA", codec.UNTRAINED_SCHEMA, [headers, meta])
+    meta = [shape_of(one) for one in codec._META.values()]
+    yield Format("segments", "gspo_core/codec.py EVIDENCE_SCHEMA", codec.EVIDENCE_SCHEMA, [headers, meta])
     index = [shape_of(batches._Index), shape_of(batches.BatchExtra), batches._HEADER.format]
     yield Format("batch logs", "gspo_core/log/batches.py SCHEMA", batches.SCHEMA, index)
+    packed = [archive._MAGIC.decode(), archive._HEADER.format, "zlib"]
+    yield Format("archived batch logs", "gspo_core/log/archive.py SCHEMA", archive.SCHEMA, packed)
     header = [trained._MAGIC.decode(), trained._HEADER.format]
     yield Format("log-probs when trained", "gspo_core/log/trained.py SCHEMA", trained.SCHEMA, header)
     checkpoint = [shape_of(one) for one in (checkpoints.CheckpointRecord, checkpoints.ForkRecord, Lineage)]
     yield Format("checkpoints", "gspo_core/log/checkpoints.py FORMAT", checkpoints.FORMAT, checkpoint)
+    fork = shape_of(checkpoints.ForkRecord)
+    yield Format("where epochs forked off", "gspo_core/log/checkpoints.py FORK_FORMAT", checkpoints.FORK_FORMAT, fork)
     tensors = [shape_of(learner_state.Manifest), learner_state.MOMENTS, learner_state.shard_name(0)]
     yield Format("learner states", "gspo_core/learner/state.py FORMAT", learner_state.FORMAT, tensors)
+    small = [shape_of(learner_state.Manifest), learner_state.SMALL_MOMENTS, learner_state.shard_name(0)]
+    place = "gspo_core/learner/state.py SMALL_FORMAT"
+    yield Format("learner states, moments in eight bits", place, learner_state.SMALL_FORMAT, small)
     example = WeightsManifest("j", 1, 1, 1, (WeightFile("model.safetensors", 1, "0" * 64),))
     written = [_keys(manifests.encode_manifest(example)), _keys(manifests.encode_row(example))]
     weights = [*written, shape_of(WeightsManifest)]
@@ -105,6 +126,15 @@ def _of_files() -> Iterator[Format]:
     yield Format("registered environments", "services/hosts/registry.py SCHEMA", registry.SCHEMA, registered)
     key = shape_of(key_ring.KeyRecord)
     yield Format("keys of the API", "services/api/http/key_ring.py SCHEMA", key_ring.SCHEMA, key)
+    shapes = {
+        one.__name__: {name: str(field.annotation) for name, field in one.model_fields.items()} for one in ANSWERED
+    }
+    yield Format("answers of replays", "services/files/replays.py FORMAT", replays.FORMAT, shapes)
+    delta = [shape_of(weight_deltas.Header), weight_deltas.DELTA_NAME]
+    yield Format("deltas of weights", "services/files/weight_deltas.py FORMAT", weight_deltas.FORMAT, delta)
+    merged = [shape_of(lora_adapter.Merged), lora_adapter.MERGED_NAME]
+    merged += [lora_adapter.ADAPTER_WEIGHTS, lora_adapter.ADAPTER_CONFIG]
+    yield Format("merged adapters", "gspo_core/lora_adapter.py FORMAT", lora_adapter.FORMAT, merged)
     yield Format("the data directory", "services/files/data_dir.py LAYOUT", data_dir.LAYOUT, _layout())
 
 

@@ -11,7 +11,7 @@ from services.process.settings import PREFIX, Settings
 
 Object = Mapping[str, Any]
 
-SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-environments", "gspo-redis"}
+SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-engine", "gspo-environments", "gspo-redis"}
 """Made by `services.launch.first_secrets`; never in the tree."""
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 OTHERS_VARIABLES = {
@@ -21,10 +21,18 @@ OTHERS_VARIABLES = {
     *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
 }
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
-SINGLETONS = {"gateway", "redis", "trainer"}
+SINGLETONS = {"redis", "trainer"}
 DRAIN_S = {"--drain-s": 10, "--grace-s": 10}
 """Arguments that take seconds, and how much longer the pod has to be given."""
 SLOW_TO_START_S = 45 * 60
+RUNS_TO_ITS_END = ("Job", "CronJob")
+PRIVATE = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"}
+"""Addresses of clusters and, in 169.254, of what tells a machine of a cloud its keys."""
+CALLERS = {
+    "redis": {"announcer", "api", "gateway", "rollout", "trainer"},
+    "engine": {"announcer", "engine", "gateway", "monitoring/prometheus", "rollout", "trainer"},
+    "environments": {"gateway", "rollout"},
+}
 UNITS = {"m": 1e-3, "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 
@@ -42,6 +50,10 @@ def workloads(objects: Sequence[Object]) -> Iterator[tuple[str, Object, Object]]
         match one["kind"]:
             case "Deployment" | "StatefulSet":
                 yield name, one, spec["template"]
+            case "Job":
+                yield name, one, spec["template"]
+            case "CronJob":
+                yield name, one, spec["jobTemplate"]["spec"]["template"]
             case "JobSet":
                 for job in spec["replicatedJobs"]:
                     yield name, one, job["template"]["spec"]["template"]
@@ -58,7 +70,7 @@ def problems(objects: Sequence[Object], metrics: set[str]) -> list[str]:
     """``metrics``: the names that the code exports."""
     rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
         _identity, _pods, _images, _selectors, _references, _resources,
-        _probes, _disruption, _networks, _walls, _redis, _gangs,
+        _probes, _runs, _disruption, _networks, _walls, _ways_out, _doors, _redis, _gangs,
     ]  # fmt: skip
     found = [problem for rule in rules for problem in rule(objects)]
     for one in objects:
@@ -162,6 +174,8 @@ def _selectors(objects: Sequence[Object]) -> Iterator[str]:
                     yield f"the service {one['metadata']['name']} leads to a port {target} that does not exist"
         if one["kind"] == "ServiceMonitor":
             yield from _watched(one, [other for other in objects if other["kind"] == "Service"])
+        if one["kind"] == "PodMonitor":
+            yield from _watched_pods(one, templates)
         if one["kind"] == "PodDisruptionBudget" and not any(
             one["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items() for each in templates
         ):
@@ -176,6 +190,17 @@ def _watched(monitor: Object, services: Sequence[Object]) -> Iterator[str]:
         yield f"the monitor {name} selects no service"
     ports = {port["name"] for one in chosen for port in one["spec"]["ports"]}
     for endpoint in monitor["spec"]["endpoints"]:
+        if endpoint["port"] not in ports:
+            yield f"the monitor {name} asks a port {endpoint['port']} that does not exist"
+
+
+def _watched_pods(monitor: Object, templates: Sequence[Object]) -> Iterator[str]:
+    name, wanted = monitor["metadata"]["name"], monitor["spec"]["selector"]["matchLabels"].items()
+    chosen = [one for one in templates if wanted <= one["metadata"]["labels"].items()]
+    if not chosen:
+        yield f"the monitor {name} selects no pod"
+    ports = {port["name"] for one in chosen for each in containers(one) for port in each.get("ports", ())}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         if endpoint["port"] not in ports:
             yield f"the monitor {name} asks a port {endpoint['port']} that does not exist"
 
@@ -200,7 +225,7 @@ def _references(objects: Sequence[Object]) -> Iterator[str]:
         for container in containers(template):
             yield from _used(name, container, volumes.keys() | claims, named("ConfigMap"))
     for one in objects:
-        if one["kind"] == "ConfigMap":
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("gspo-settings"):
             yield from (f"{key} is no setting" for key in one["data"] if key not in SETTINGS)
 
 
@@ -209,8 +234,10 @@ def _used(name: str, container: Object, volumes: set[str], config_maps: set[str]
         if mount["name"] not in volumes:
             yield f"{name} mounts {mount['name']}, which is no volume"
     for source in container.get("envFrom", ()):
-        if source["configMapRef"]["name"] not in config_maps:
+        if "configMapRef" in source and source["configMapRef"]["name"] not in config_maps:
             yield f"{name} reads a config map that does not exist"
+        if "secretRef" in source and source["secretRef"] != {"name": "gspo-bucket", "optional": True}:
+            yield f"{name} reads a secret into its environment"
 
 
 def _resources(objects: Sequence[Object]) -> Iterator[str]:
@@ -228,14 +255,28 @@ def _resources(objects: Sequence[Object]) -> Iterator[str]:
                         yield f"{name} requests more {what} than its limit"
                 if "cpu" in limits:
                     yield f"{name} has a limit of cpu: beats would come late"
-                if requests.get("nvidia.com/gpu") != limits.get("nvidia.com/gpu"):
-                    yield f"{name}: requests and limits of GPUs differ"
+                if _devices(requests) != _devices(limits):
+                    yield f"{name}: requests and limits of devices differ"
+                if any(what.startswith("nvidia.com/") for what in limits) and not _goes_to_gpus(template):
+                    yield f"{name} asks for a GPU and may not go where GPUs are"
             except ValueError as error:
                 yield f"{name}: {error}"
 
 
+def _devices(resources: Object) -> dict[str, str]:
+    return {what: number for what, number in resources.items() if "/" in what}
+
+
+def _goes_to_gpus(template: Object) -> bool:
+    """Nodes with GPUs are kept for what tolerates this."""
+    wanted = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    return wanted in template["spec"].get("tolerations", ())
+
+
 def _probes(objects: Sequence[Object]) -> Iterator[str]:
-    for name, _, template in workloads(objects):
+    for name, owner, template in workloads(objects):
+        if owner["kind"] in RUNS_TO_ITS_END:
+            continue
         for container in containers(template):
             ports = {port["name"] for port in container.get("ports", ())}
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -259,6 +300,21 @@ def _probes(objects: Sequence[Object]) -> Iterator[str]:
             for argument, more_s in DRAIN_S.items():
                 if argument in given and float(given[argument]) + more_s > grace_s:
                     yield f"{name} drains {given[argument]} s of {grace_s}"
+
+
+def _runs(objects: Sequence[Object]) -> Iterator[str]:
+    """Jobs end, are not begun twice at once, and leave their pods to be looked at."""
+    for name, owner, template in workloads(objects):
+        if owner["kind"] not in RUNS_TO_ITS_END:
+            continue
+        spec = owner["spec"]
+        job = spec["jobTemplate"]["spec"] if owner["kind"] == "CronJob" else spec
+        if "activeDeadlineSeconds" not in job or "backoffLimit" not in job:
+            yield f"{name} has no end"
+        if template["spec"].get("restartPolicy") != "Never":
+            yield f"{name}: what went wrong is overwritten by the next try"
+        if owner["kind"] == "CronJob" and spec.get("concurrencyPolicy") != "Forbid":
+            yield f"{name} may run twice at once"
 
 
 def _disruption(objects: Sequence[Object]) -> Iterator[str]:
@@ -319,8 +375,46 @@ def _walls(objects: Sequence[Object]) -> Iterator[str]:
         yield "environments may ask for names"
     if "redis" in policies and _callers(policies["redis"]) != {"api", "gateway", "rollout", "trainer"}:
         yield f"redis is reached by {_callers(policies['redis'])}"
-    if _callers(policies.get("engine", {})) - {"engine", "gateway", "rollout", "trainer"}:
-        yield f"engines are reached by {_callers(policies['engine'])}"
+    for policy in policies.values():  # they add up
+        about = policy["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/name")
+        if about in CALLERS and _callers(policy) - CALLERS[about]:
+            yield f"{about} is reached by {_callers(policy)}"
+
+
+def _ways_out(objects: Sequence[Object]) -> Iterator[str]:
+    """Who may leave the cluster reaches no private address, and speaks TLS only."""
+    for name, policy in _policies(objects).items():
+        for rule in policy.get("egress", ()):
+            blocks = [peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer]
+            wide = [one for one in blocks if one["cidr"] == "0.0.0.0/0"]
+            if any(not set(one.get("except", ())) >= PRIVATE for one in wide):
+                yield f"{name} leads to private addresses"
+            if wide and rule.get("ports") != [{"protocol": "TCP", "port": 443}]:
+                yield f"{name} leads out over more than 443"
+            if wide and _is_about(policy, "environments"):
+                yield f"{name} leads environments everywhere"
+
+
+def _is_about(policy: Object, name: str) -> bool:
+    selector = policy["podSelector"]
+    if selector.get("matchLabels", {}).get("app.kubernetes.io/name", name) != name:
+        return False
+    meant = {"In": True, "NotIn": False}
+    return all((name in one["values"]) == meant[one["operator"]] for one in selector.get("matchExpressions", ()))
+
+
+def _doors(objects: Sequence[Object]) -> Iterator[str]:
+    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    for one in objects:
+        if one["kind"] != "Ingress":
+            continue
+        hosts = {rule["host"] for rule in one["spec"]["rules"]}
+        if hosts != {host for tls in one["spec"].get("tls", ()) for host in tls["hosts"]}:
+            yield "the ingress speaks without TLS"
+        for backend in (path["backend"]["service"] for rule in one["spec"]["rules"] for path in rule["http"]["paths"]):
+            ports = [port["name"] for port in services.get(backend["name"], {}).get("ports", ())]
+            if backend["port"]["name"] not in ports:
+                yield f"the ingress leads to {backend}, which does not exist"
 
 
 def _policies(objects: Sequence[Object]) -> Mapping[str, Any]:
@@ -329,7 +423,14 @@ def _policies(objects: Sequence[Object]) -> Mapping[str, Any]:
 
 def _callers(policy: Object) -> set[str]:
     peers = [peer for rule in policy.get("ingress", ()) for peer in rule.get("from", ())]
-    return {peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name", "?") for peer in peers}
+    return {_caller(peer) for peer in peers}
+
+
+def _caller(peer: Object) -> str:
+    name = str(peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name", "?"))
+    if "namespaceSelector" not in peer:
+        return name
+    return f"{peer['namespaceSelector'].get('matchLabels', {}).get('kubernetes.io/metadata.name', '?')}/{name}"
 
 
 def _redis(objects: Sequence[Object]) -> Iterator[str]:
@@ -384,12 +485,13 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
 def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[str]:
     if one["kind"] not in SCALERS:
         return []
-    target = one["spec"]["scaleTargetRef"]["name"]
+    reference = one["spec"]["scaleTargetRef"]
+    target = reference.get("kind", "Deployment"), reference["name"]
     if one["kind"] == "ScaledObject":
         used = set(re.findall(r"gspo_\w+", str(one["spec"]["triggers"])))
     else:
         used = {metric["external"]["metric"]["name"] for metric in one["spec"]["metrics"]}
     found = [f"{name} is no metric of ours" for name in used - metrics] or ([] if used else ["it scales by nothing"])
-    if target not in {other["metadata"]["name"] for other in objects if other["kind"] == "Deployment"}:
-        found.append(f"{target}, which is to be scaled, does not exist")
+    if target not in {(other["kind"], other["metadata"]["name"]) for other in objects}:
+        found.append(f"{target[0]} {target[1]}, which is to be scaled, does not exist")
     return found + (["scaled by the lag of a stream"] if "lagCount" in str(one) else [])

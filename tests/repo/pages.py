@@ -37,7 +37,8 @@ class Block:
 
 @cache
 def pages() -> tuple[Path, ...]:
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    built = {"dist"}
+    folders = [one for one in ROOT.iterdir() if one.is_dir() and not one.name.startswith(".") and one.name not in built]
     return tuple(sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]))
 
 

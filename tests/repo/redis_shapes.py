@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.state.jobs import CancelManner, DesiredState, JobStatus
+from services.state.loans import Loans
 from services.state.queue import Append, Bus, EpisodeLease, Snapshot
+from services.state.queue_records import PostedReward
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 
-QUEUE_RECORDS = ("episodes", "groups", "holders", "snapshots")
+QUEUE_RECORDS = ("episodes", "groups", "holders", "snapshots", "offers", "loans", "rewards")
 # Hashes and streams with fields of fixed names. Fields of others are numbers or names: only their kind is looked at.
 _FIXED = ("job", "trainer", "meta", "event_log", "events", "segments", "dead_letters", "rebuild")
 Fields = dict[str, list[str]]
@@ -59,6 +62,8 @@ async def _play(bus: Bus, store: Store) -> Any:
     first, second = await bus.lease(job, "worker", token, 2)
     await bus.append(job, token, [_segment(first, 0, final=False)])
     yield
+    await Loans(store._functions).offer(first.key, token, 0, b"told")
+    await Loans(store._functions).lend(job, "loan", 60)
     await bus.save_snapshot(first.key, token, Snapshot(0, 1, b"world"))
     yield
     await bus.append(job, token, [_segment(first, 1, final=True)])
@@ -66,7 +71,16 @@ async def _play(bus: Bus, store: Store) -> Any:
         await bus.fail(second.key, token, "no")
         yield
         await bus.lease(job, "worker", token, 1)
-    await bus.commit(job, claim.token, 1, [0])
+    await bus.dispatch(job, claim.token, 1, size=2, split=Split.TRAIN, task_index=0, bytes_per_episode=100)
+    third, fourth = await bus.lease(job, "worker", token, 2)
+    for lease in (third, fourth):
+        await bus.await_reward(token, _segment(lease, 0, final=True), b"kept", deadline=2.0)
+    await bus.post_reward(_segment(third, 0, final=True), PostedReward("t", 0, 0.5), seen=0, now=1.0)
+    yield
+    await bus.settle_reward(_segment(third, 0, final=True), "u", seen=1, now=1.0)
+    await bus.expire_rewards(job, claim.token, now=3.0)
+    yield
+    await bus.commit(job, claim.token, 1, [0, 1])
     await store.events.trim(job, 1)
     yield
     await store.jobs.release(job, claim.token)

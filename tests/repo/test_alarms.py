@@ -28,6 +28,12 @@ def test_alarms_fire_for_their_reason() -> None:
 
 
 @needs_promtool
+def test_an_autoscaler_is_told_of_more_engines_and_of_fewer() -> None:
+    done = promtool("test", "rules", str(SCENES.with_name("engines_wanted.yml")))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 def test_what_prometheus_reads_is_what_it_takes() -> None:
     done = promtool("check", "config", "deploy/prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr

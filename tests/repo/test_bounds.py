@@ -26,7 +26,6 @@ EXEMPT: dict[tuple[str, str], str] = {
     ("gspo_core/objective/losses.py", "dppo_delta"): _TRAINED,
     ("gspo_core/objective/weights.py", "k3_gate"): _TRAINED,
     ("gspo_core/objective/weights.py", "outlier_gate"): _TRAINED,
-    ("gspo_core/learner/optimizer.py", "max_grad_norm"): "an update whose norm is not finite is not applied",
     ("services/trainer/groups/selection.py", "stale_wait_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "alarm_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "end_s"): "a clock",

@@ -16,7 +16,9 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
-from gspo_core.job_spec import EpisodeLimits, JobSpec, Limits
+from gspo_core.environment_spec import EpisodeLimits, Limits
+from gspo_core.job_spec import JobSpec
+from gspo_core.objective_config import ObjectiveConfig
 from services.process.settings import PREFIX, Settings
 from tests.repo.pages import ROOT, name, pages, prose, spans
 from tests.repo.test_operations import metrics
@@ -112,6 +114,15 @@ def test_defaults_on_the_pages_are_those_of_the_code() -> None:
     assert len(shown) >= 20
 
 
+def test_each_key_of_the_objective_has_a_reason_for_its_default() -> None:
+    text = (ROOT / "docs" / "objective.md").read_text()
+    section = text[text.index("### Why the defaults are what they are") :].split("\n## ")[0]
+    cells = [row.split(" | ") for row in section.splitlines() if row.startswith("| `")]
+    explained = {key for keys, *_ in cells for key in re.findall(r"`([a-z0-9_]+)`", keys)}
+    assert set(ObjectiveConfig.model_fields) - explained == set()
+    assert all(len(cell) == 3 and len(cell[2].split()) >= 5 for cell in cells)
+
+
 @cache
 def sources() -> str:
     files = [
@@ -138,7 +149,7 @@ def test_metrics_exist(page: Path) -> None:
 
 
 def test_what_prometheus_is_given_exists() -> None:
-    ours = {"gspo_core", "gspo_data", "gspo_redis", "gspo_api_keys", "gspo_redis_url", "gspo_env_token"}
+    ours = {"gspo_core", "gspo_service", "gspo_data", "gspo_redis", "gspo_api_keys", "gspo_redis_url", "gspo_env_token"}
     exported = metrics()
     for page in PAGES:
         series = {one for span in spans(page) for one in re.findall(r"\bgspo_[a-z_]+", span)}

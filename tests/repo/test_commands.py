@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_core.job_spec import HostSpec
+from gspo_core.environment_spec import HostSpec
 from services.api.routes.trajectories import PushedTrajectories
 from services.hosts.venv import requirements_of
 from tests.repo.block_table import BLOCKS, By, Judged, Typed, held
@@ -131,11 +131,13 @@ def test_commands_in_prose_could_be_typed(page: Path) -> None:
 
 # Of other people's programs.
 FOREIGN_FLAGS = {
-    "--mem-fraction-static",  # SGLang
+    "--mem-fraction-static", "--enable-deterministic-inference",  # SGLang
+    "--replicas",  # kubectl
     "--maxmemory",  # Redis
     "--local-dir",  # hf
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts", "--standalone", "--rdzv-backend",
     "--shutdown-timeout",  # torchrun
+    "--batch", "--signal", "--requeue",  # Slurm
     "--scale", "--wait", "--env-file", "--profile",  # docker compose
 }  # fmt: skip
 
@@ -181,6 +183,10 @@ def test_what_an_author_may_say_of_hosts_is_so(tmp_path: Path) -> None:
         "kubectl -n gspos exec deploy/api -- python -m services.files.backup",
         "kubectl apply -k k8s/overlays/devel",
         "kubectl -n gspo exec deploy/apis -- python -m services.files.backup",
+        "kubectl -n gspo scale statefulset engines --replicas=2",
+        "kubectl -n gspo create job --from=cronjob/backups backup-1",
+        "kubectl -n gspo rollout restart deployment/worker",
+        "kubectl -n gspo wait --for-ever pod",
         "pip install -e '.[wandbs]'",
         "pip install gspo",
         ".venv/bin/pytest tests/cores",

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("gspo_core", "environments", "services", "examples", "tests", "benchmarks", "docs", "deploy", "k8s")
+FOLDERS = (
+    *("gspo_core", "environments", "services", "examples", "tests"),
+    *("benchmarks", "docs", "deploy", "k8s", "release"),
+)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -37,4 +40,4 @@ def named(folder: str) -> set[str]:
 
 def test_every_page_is_in_the_list_of_pages() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages - set(re.findall(r"\]\(([a-z0-9]+\.md)\)", (ROOT / "docs" / "README.md").read_text())) == set()
+    assert pages - set(re.findall(r"\]\(([a-z0-9-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())) == set()

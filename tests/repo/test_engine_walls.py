@@ -12,9 +12,10 @@ MAY_NAME_IT = re.compile(r"services/(engines/|engine_client|engine_probe|local/s
 
 def test_the_software_of_an_engine_is_named_where_it_is_spoken_to_and_nowhere_else() -> None:
     sources = [path for top in ("gspo_core", "environments", "services") for path in (ROOT / top).rglob("*.py")]
-    naming = {str(path.relative_to(ROOT)) for path in sources if "sglang" in path.read_text().lower()}
-    assert {name for name in naming if not MAY_NAME_IT.match(name)} == set()
-    assert naming, "the pattern above looks for something that exists"
+    for software in ("sglang", "vllm"):
+        naming = {str(path.relative_to(ROOT)) for path in sources if software in path.read_text().lower()}
+        assert {name for name in naming if not MAY_NAME_IT.match(name)} == set()
+        assert naming, "the pattern above looks for something that exists"
 
 
 def test_states_of_an_engine_are_spelled_in_one_place() -> None:

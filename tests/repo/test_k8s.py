@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.repo.manifest_policy import containers, problems, workloads
+from services.api.routes.telemetry import SHOWN
+from tests.apparatus.k8s.lowered import SERVED, lowered
+from tests.repo.manifest_policy import PRIVATE, containers, problems, workloads
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 VERSIONS = ("1.31", "1.37")
+SCENES = Path(__file__).with_name("engines_wanted.yml")
+NAMES = re.compile(r"gspo_\w+")
+SHOWN_METRICS = {f"gspo_job_{name.replace('/', '_')}" for name in SHOWN}
 # Kinds of others, of which no schema is to be had: the fields that we use, with their types.
 SCHEMAS = json.loads((Path(__file__).with_name("k8s_schemas.json")).read_text())
 
@@ -61,7 +67,11 @@ def test_an_overlay_keeps_what_is_demanded(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_fits_the_schemas(overlay: str, version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="run by `make test-k8s`, which installs it")
-    for one in render(overlay):
+    fit(render(overlay), version, validate)
+
+
+def fit(objects: list[dict[str, Any]], version: str, validate: Any) -> None:
+    for one in objects:
         if one["kind"] in SCHEMAS:
             assert one["apiVersion"] == SCHEMAS[one["kind"]]["apiVersion"]
             assert misfits(one["spec"], SCHEMAS[one["kind"]]["spec"], one["kind"]) == []
@@ -69,13 +79,90 @@ def test_an_overlay_fits_the_schemas(overlay: str, version: str) -> None:
             validate.validate(one, version, strict=True)
 
 
+OF_OTHERS = ("ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute")
+
+
+@pytest.mark.parametrize("source", [*OVERLAYS, "engines-autoscaled"])
+def test_objects_of_others_fit_the_schemas_that_their_projects_define(source: str) -> None:
+    objects = render(source) if source in OVERLAYS else with_component(source)
+    found = [one for one in objects if one["kind"] in OF_OTHERS]
+    assert refused(found) == []
+
+
+def test_the_schemas_of_others_refuse_what_does_not_fit() -> None:
+    scaler = copy.deepcopy(of(with_component("engines-autoscaled"), "ScaledObject", "engine"))
+    monitor = copy.deepcopy(of(render("prod"), "PodMonitor", "engine"))
+    scaler["spec"]["triggers"] = {}
+    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = 15
+    assert [line.split(":")[0] for line in refused([scaler, monitor])] == ["ScaledObject engine", "PodMonitor engine"]
+
+
+def refused(objects: list[dict[str, Any]]) -> list[str]:
+    """By the validators that are generated from the definitions of KEDA, the Prometheus operator and Gateway API."""
+    modules = os.environ.get("GSPO_TEST_CRDS")
+    if modules is None:
+        pytest.skip("run by `make test-k8s`, which installs what knows them")
+    script = Path(__file__).with_name("fits_definitions.mjs")
+    command = ["node", str(script), str(Path(modules).resolve())]
+    done = subprocess.run(command, input=json.dumps(objects), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_job_set_fits_the_types_of_its_project() -> None:
+    """As Kubeflow's package has them, which is generated from JobSet's own."""
+    reason = "run by `make test-k8s`, which installs it"
+    models = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set", reason=reason)
+    one = of(render("multi-node"), "JobSet", "trainer")
+
+    def lost(changed: Callable[[Any], None]) -> list[str]:
+        copied = copy.deepcopy(one)
+        changed(copied["spec"])
+        return left_out(copied, models.JobsetV1alpha2JobSet.from_dict(copied).to_dict(), "JobSet")
+
+    assert lost(lambda spec: None) == []
+    assert lost(lambda spec: spec["failurePolicy"].update(maxRestart=1)) == ["JobSet.spec.failurePolicy.maxRestart"]
+    with pytest.raises(ValueError, match="maxRestarts"):
+        lost(lambda spec: spec["failurePolicy"].update(maxRestarts="100"))
+
+
+def left_out(given: Any, taken: Any, at: str) -> list[str]:
+    """What of an object its types do not know; what they add is no matter."""
+    if isinstance(given, dict) and isinstance(taken, dict):
+        parts = [(f"{at}.{name}", value, taken.get(name)) for name, value in given.items()]
+    elif isinstance(given, list) and isinstance(taken, list) and len(given) == len(taken):
+        parts = [(f"{at}[{place}]", *pair) for place, pair in enumerate(zip(given, taken, strict=True))]
+    else:
+        return [] if given == taken else [at]
+    return [path for inner, value, other in parts for path in left_out(value, other, inner)]
+
+
+def test_the_example_for_kuberay_has_the_fields_of_its_kind() -> None:
+    """As KubeRay's types of ray.io/v1 have them; the pods in it are judged like all others."""
+    one = yaml.safe_load((ROOT / "examples" / "kuberay" / "rayjob.yaml").read_text())
+    assert one["apiVersion"] == SCHEMAS["RayJob"]["apiVersion"]
+    assert misfits(one["spec"], SCHEMAS["RayJob"]["spec"], "RayJob") == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pods_of_the_example_for_kuberay_fit_the_schemas(version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="run by `make test-k8s`, which installs it")
+    cluster = yaml.safe_load((ROOT / "examples" / "kuberay" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+        validate.validate(pod, version, strict=True)
+
+
 def misfits(value: Any, schema: Any, at: str) -> list[str]:
-    """``schema``: a type name, a list of one schema, or an object; "*" takes anything, a name with ! must be there."""
+    """``schema``: a type name, the words that it may be with | between, a list of one schema, or an object.
+
+    "*" takes anything, a name with ! must be there."""
     if schema == "*":
         return []
     if isinstance(schema, str):
-        types: dict[str, tuple[type, ...]] = {"string": (str,), "integer": (int,), "boolean": (bool,)}
-        return [] if type(value) in types[schema] else [f"{at} is not of type {schema}"]
+        types = {"string": str, "integer": int, "boolean": bool}
+        if schema in types:
+            return [] if type(value) is types[schema] else [f"{at} is not of type {schema}"]
+        return [] if value in schema.split("|") else [f"{at} is not {schema}"]
     if isinstance(schema, list):
         if not isinstance(value, list):
             return [f"{at} is no list"]
@@ -87,6 +174,13 @@ def misfits(value: Any, schema: Any, at: str) -> list[str]:
     unknown = [f"{at}.{name} is unknown" for name in value if name not in known]
     fields = value.keys() & known.keys()
     return missing + unknown + [bad for name in fields for bad in misfits(value[name], known[name], f"{at}.{name}")]
+
+
+def test_a_group_of_engines_with_a_word_that_its_kind_does_not_know_is_refused() -> None:
+    group = copy.deepcopy(of(render("multi-node"), "LeaderWorkerSet", "engine"))["spec"]
+    assert misfits(group, SCHEMAS["LeaderWorkerSet"]["spec"], "") == []
+    group["leaderWorkerTemplate"]["restartPolicy"] = "Always"
+    assert len(misfits(group, SCHEMAS["LeaderWorkerSet"]["spec"], "")) == 1
 
 
 def of(objects: list[Any], kind: str, name: str) -> Any:
@@ -147,6 +241,10 @@ def _one_pod_anew(objects: list[Any]) -> None:
     job["template"]["spec"]["podFailurePolicy"]["rules"][0]["action"] = "Ignore"
 
 
+def _half_of_rdma(objects: list[Any]) -> None:
+    del pod(objects, "trainer")["containers"][0]["resources"]["requests"]["rdma/rdma_shared_device_a"]
+
+
 def _restart(objects: list[Any]) -> None:
     of(objects, "LeaderWorkerSet", "engine")["spec"]["leaderWorkerTemplate"].pop("restartPolicy")
 
@@ -205,6 +303,7 @@ def test_the_policy_bites(mutation: str) -> None:
         (_node_rank, "their numbers"),
         (_one_pod_anew, "is taken away"),
         (_restart, "hangs"),
+        (_half_of_rdma, "limits of devices differ"),
     ],
 )
 def test_the_policy_bites_on_gangs(change: Callable[[list[Any]], object], problem: str) -> None:
@@ -221,13 +320,32 @@ def _monitored_port(objects: list[Any]) -> None:
     of(objects, "ServiceMonitor", "api")["spec"]["endpoints"][0]["port"] = "web"
 
 
+def _unwatched_engines(objects: list[Any]) -> None:
+    of(objects, "PodMonitor", "engine")["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] = "engines"
+
+
+def _whole_namespace(objects: list[Any]) -> None:
+    del of(objects, "NetworkPolicy", "engine-from-prometheus")["spec"]["ingress"][0]["from"][0]["podSelector"]
+
+
+def _kept_from_gpus(objects: list[Any]) -> None:
+    del pod(objects, "trainer")["tolerations"]
+
+
 def _fixed_number(objects: list[Any]) -> None:
     of(objects, "Deployment", "rollout")["spec"]["replicas"] = 4
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [(_unlabelled, "selects no service"), (_monitored_port, "port web"), (_fixed_number, "set its number again")],
+    [
+        (_unlabelled, "selects no service"),
+        (_monitored_port, "port web"),
+        (_unwatched_engines, "selects no pod"),
+        (_whole_namespace, "engine is reached"),
+        (_kept_from_gpus, "may not go where GPUs are"),
+        (_fixed_number, "set its number again"),
+    ],
 )
 def test_the_policy_bites_on_what_watches_and_scales(change: Callable[[list[Any]], object], problem: str) -> None:
     objects = copy.deepcopy(render("prod"))
@@ -244,16 +362,147 @@ def test_the_alarms_of_a_cluster_are_those_of_one_host() -> None:
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": name[1]}]
 
 
-@pytest.mark.parametrize("component", ["external-redis", "weight-group"])
-def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str, tmp_path: Path) -> None:
-    above = os.path.relpath(ROOT / "k8s", tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{above}/overlays/single-gpu]\ncomponents: [{above}/components/{component}]\nnamespace: gspo\n"
-    )
-    objects = rendered(tmp_path)
+COMPONENTS = (
+    *("external-redis", "weight-group", "backup", "model-loader", "ingress", "engines-scaled", "engines-autoscaled"),
+    "remote-worlds",
+)
+"""Those that no overlay uses."""
+
+
+@cache
+def with_component(component: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        above = os.path.relpath(ROOT / "k8s", folder)
+        (Path(folder) / "kustomization.yaml").write_text(
+            f"resources: [{above}/overlays/two-gpus]\ncomponents: [{above}/components/{component}]\nnamespace: gspo\n"
+        )
+        return rendered(Path(folder))
+
+
+def test_every_component_is_looked_at() -> None:
+    used = "".join(path.read_text() for path in (ROOT / "k8s" / "overlays").rglob("kustomization.yaml"))
+    there = {path.name for path in (ROOT / "k8s" / "components").iterdir()}
+    assert {one for one in there if f"components/{one}" not in used} == set(COMPONENTS)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str) -> None:
+    objects = with_component(component)
     assert problems(objects, metrics()) == []
     if component == "external-redis":
         assert "redis" not in {one["metadata"]["name"] for one in objects}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_fits_the_schemas(component: str, version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="run by `make test-k8s`, which installs it")
+    fit(with_component(component), version, validate)
+
+
+def _way_out(objects: list[Any]) -> None:
+    of(objects, "NetworkPolicy", "backup")["spec"]["egress"][0]["to"][0]["ipBlock"]["except"].remove("169.254.0.0/16")
+
+
+def _announced(objects: list[Any]) -> None:
+    peer = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "environments"}}}
+    of(objects, "NetworkPolicy", "redis-from-announcer")["spec"]["ingress"][0]["from"].append(peer)
+
+
+def _backend(objects: list[Any]) -> None:
+    (rule,) = of(objects, "Ingress", "api")["spec"]["rules"]
+    rule["http"]["paths"][0]["backend"]["service"]["port"]["name"] = "web"
+
+
+def _everywhere(objects: list[Any]) -> None:
+    block = of(objects, "NetworkPolicy", "remote-worlds")["spec"]["egress"][0]["to"][0]["ipBlock"]
+    block.update(cidr="0.0.0.0/0", **{"except": sorted(PRIVATE)})
+
+
+def _no_such_engines(objects: list[Any]) -> None:
+    of(objects, "ScaledObject", "engine")["spec"]["scaleTargetRef"]["kind"] = "Deployment"
+
+
+def _set_again(objects: list[Any]) -> None:
+    of(objects, "StatefulSet", "engine")["spec"]["replicas"] = 1
+
+
+COMPONENT_MUTATIONS: dict[str, tuple[str, Callable[[list[Any]], object], str]] = {
+    "twice at once": ("backup", lambda all: of(all, "CronJob", "backup")["spec"].pop("concurrencyPolicy"), "twice"),
+    "no end": ("model-loader", lambda all: of(all, "Job", "model-loader")["spec"].pop("backoffLimit"), "no end"),
+    "overwritten": ("model-loader", lambda all: pod(all, "model-loader").update(restartPolicy="OnFailure"), "next try"),
+    "keys of a cloud": ("backup", _way_out, "private addresses"),
+    "environments at redis": ("engines-scaled", _announced, "redis is reached"),
+    "without TLS": ("ingress", lambda all: of(all, "Ingress", "api")["spec"].pop("tls"), "without TLS"),
+    "no such port": ("ingress", _backend, "does not exist"),
+    "worlds everywhere": ("remote-worlds", _everywhere, "everywhere"),
+    "no such engines": ("engines-autoscaled", _no_such_engines, "does not exist"),
+    "engines set again": ("engines-autoscaled", _set_again, "set its number again"),
+    "any secret": ("backup", lambda all: first(all, "backup")["envFrom"][0]["secretRef"].update(name="x"), "a secret"),
+}
+
+
+@pytest.mark.parametrize("mutation", COMPONENT_MUTATIONS)
+def test_the_policy_bites_on_components(mutation: str) -> None:
+    component, change, problem = COMPONENT_MUTATIONS[mutation]
+    objects = copy.deepcopy(with_component(component))
+    change(objects)
+    assert any(problem in one for one in problems(objects, metrics()))
+
+
+def test_a_single_gpu_is_shared_by_what_needs_one() -> None:
+    objects, whole = render("single-gpu"), render("two-gpus")
+    for name in ("engine", "trainer"):
+        limits = first(objects, name)["resources"]["limits"]
+        assert (limits.get("nvidia.com/gpu"), limits["nvidia.com/gpu.shared"]) == (None, "1")
+        assert first(whole, name)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "--mem-fraction-static=0.4" in first(objects, "engine")["args"]
+
+
+def test_engines_that_are_scaled_stand_in_no_setting() -> None:
+    objects = with_component("engines-scaled")
+    (settings,) = [one for one in objects if one["kind"] == "ConfigMap"]
+    assert settings["data"]["GSPO_ENGINE_URLS"] == ""
+    port = of(objects, "Service", "engine")["spec"]["ports"][0]["port"]
+    assert first(objects, "announcer")["args"] == [f"http://engine-{number}.engine:{port}" for number in range(16)]
+    scaler = of(with_component("engines-autoscaled"), "ScaledObject", "engine")["spec"]
+    assert scaler["maxReplicaCount"] == 16
+    (trigger,) = scaler["triggers"]
+    (scene,) = yaml.safe_load(SCENES.read_text())["tests"]
+    assert {one["expr"] for one in scene["promql_expr_test"]} == {trigger["metadata"]["query"]}
+
+
+def test_the_dashboard_of_a_cluster_is_that_of_one_host_and_asks_the_same_source() -> None:
+    boards = of(render("prod"), "ConfigMap", "gspo-dashboard")
+    board = json.loads(boards["data"]["gspo.json"])
+    assert board == json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "gspo.json").read_text())
+    source = yaml.safe_load(of(render("prod"), "ConfigMap", "gspo-datasource")["data"]["datasource.yaml"])
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {one["uid"] for one in source["datasources"]}
+    asked = {name for panel in board["panels"] for one in panel["targets"] for name in NAMES.findall(one["expr"])}
+    assert asked
+    assert {re.sub("_(total|bucket)$", "", name) for name in asked} <= metrics() | SHOWN_METRICS
+
+
+def test_images_hold_what_their_jobs_run() -> None:
+    """The bucket's package is an extra, and no test of a job in a cluster's manifests would miss it."""
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    (light,) = re.findall(r"pip install .*-r light.txt.*", dockerfile)
+    assert "-r bucket.txt" in light
+    for component in ("backup", "model-loader"):
+        for name, owner, template in workloads(with_component(component)):
+            if owner["kind"] in ("Job", "CronJob"):
+                assert {one["image"] for one in containers(template)} == {"gspo-api:0.2.0"}, name
+
+
+def test_what_a_test_cluster_is_given_differs_only_as_it_tells() -> None:
+    objects = rendered(ROOT / "tests" / "apparatus" / "k8s" / "overlay")
+    assert problems(objects, metrics()) == []
+    changed, told = lowered(objects)
+    kinds = {(one["apiVersion"], one["kind"]) for one in changed}
+    assert not kinds & SERVED.keys()
+    assert len(told) == len(set(told))
+    differing = [new for old, new in zip(objects, changed, strict=True) if old != new]
+    assert {f"{one['kind']} {one['metadata']['name']}" for one in differing} == {one.split(":")[0] for one in told}
 
 
 def test_ports_and_users_are_those_of_the_containers_of_compose() -> None:

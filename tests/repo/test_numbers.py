@@ -122,6 +122,7 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
         r"unfinished groups, about (\d+) bytes for each token",
         [("services/trainer/groups/admission.py", "BYTES_PER_TOKEN", 1)],
     ),
+    ("docs/rollout.md", r"for more than (\d+) s beyond the drain", [("services/rollout/__main__.py", "LEAVING_S", 1)]),
     ("docs/rollout.md", r"at most (\d+) MiB\)", [("services/episodes/worlds.py", "MAX_WORLD_BYTES", MIB)]),
     (
         "docs/rollout.md",

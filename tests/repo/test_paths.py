@@ -24,7 +24,18 @@ FILES = frozenset(
 )
 FOLDERS = frozenset(
     {
-        *("jobs", "batches", "trained", "weights", "checkpoints", "exports", "status", "versions", "tensorboard"),
+        *(
+            "jobs",
+            "batches",
+            "trained",
+            "weights",
+            "checkpoints",
+            "exports",
+            "replays",
+            "status",
+            "versions",
+            "tensorboard",
+        ),
         *("environments", "keys", "secrets", "venvs", "redis", "logs", "models", ".uploads"),
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -15,8 +16,14 @@ import pytest
 import yaml
 
 from gspo_core.cli import main
+from services.files.data_dir import DataDir
+from services.hosts.policy import WallPolicy
+from services.hosts.sandboxes.offers import offers
 from services.launch import launch
+from services.launch.crew import SLACK_S
 from services.launch.first_secrets import make_secrets
+from services.launch.installation import Installation
+from services.launch.placement import Wanted, place
 from services.launch.topology import (
     ALIKE,
     API,
@@ -50,6 +57,7 @@ DOCKERFILE = (ROOT / "services" / "Dockerfile").read_text().replace("\\\n", " ")
 RESIDENT = [one for one in PROCESSES if one.health is not None]
 OURS = [one for one in RESIDENT if one.module is not None]
 ANYTHING = "(anything)"
+PROBE = "/app/services/process/probe.sh"
 
 
 def names(values: Sequence[Process]) -> list[str]:
@@ -141,7 +149,8 @@ def test_what_a_process_waits_for_and_calls_starts_before_it() -> None:
 @pytest.mark.parametrize("name", [*names(PROCESSES), "trainer-gpu", "sglang"])
 def test_compose_starts_what_the_topology_says(name: str) -> None:
     service = SERVICES[name]
-    command = [word for part in service.get("command", ()) for word in shlex.split(part)]
+    given = service.get("command", ())  # one string is split by compose
+    command = [word for part in ([given] if isinstance(given, str) else given) for word in shlex.split(part)]
     entrypoint = service.get("entrypoint") or (
         stage(service["build"]["target"]).entrypoint if "build" in service else []
     )
@@ -163,6 +172,7 @@ def test_manifests_start_what_the_topology_says(number: int) -> None:
 def test_compose_starts_them_in_the_order_of_the_topology() -> None:
     for name in (*names(PROCESSES), "trainer-gpu"):
         needs = {other: need["condition"] for other, need in SERVICES[name].get("depends_on", {}).items()}
+        needs.pop("model", None)  # compose alone starts with one that is made
         wanted = {
             other: "service_healthy" if kind(other).health else "service_completed_successfully"
             for other in kind(name).after
@@ -222,6 +232,8 @@ def test_compose_gives_every_process_the_settings_that_it_requires(name: str, se
     assert variables(environment) <= one.reads, "it is given settings that it does not read"
     assert "log_level" in variables(environment), "GSPO_LOG_LEVEL does not reach it"
     assert ("secrets_dir" in given) is one.has_secrets
+    # What is set for compose and not handed on would be ignored without a word. Each gateway has an address of its own.
+    assert one.reads - given <= {"gateway_own_url"}
 
 
 def configured(container: Mapping[str, Any]) -> dict[str, str]:
@@ -267,16 +279,44 @@ def test_the_images_and_compose_look_at_the_health_of_the_topology() -> None:
         asked = " ".join(stage(one.name).healthcheck)
         match one.health:
             case HttpHealth(live=path):
-                assert f"http://127.0.0.1:{one.port}{path}'" in asked, one.name
+                assert asked == f"bash {PROBE} http {one.port} {path}", one.name
                 assert stage(one.name).ports == {one.port}
             case FileHealth():
-                assert f"-m services.process.health {stage(one.name).environment['GSPO_HEALTH_FILE']}" in asked, (
-                    one.name
-                )
+                file = stage(one.name).environment["GSPO_HEALTH_FILE"]
+                assert asked.removesuffix(" --ready") == f"bash {PROBE} file {file}", one.name
     assert isinstance(REDIS.health, PingHealth)
     assert " ping " in str(SERVICES["redis"]["healthcheck"]["test"])
     assert isinstance(SGLANG.health, HttpHealth)
-    assert f":{SGLANG.port}{SGLANG.health.live}'" in str(SERVICES["sglang"]["healthcheck"]["test"])
+    assert SERVICES["sglang"]["healthcheck"]["test"][2:] == ["/probe.sh", "http", str(SGLANG.port), SGLANG.health.live]
+    assert f"./{PROBE.removeprefix('/app/')}:/probe.sh:ro" in SERVICES["sglang"]["volumes"]
+
+
+def devices(service: str, given: Mapping[str, str]) -> set[str]:
+    """The GPUs that a service of compose may use, with these variables set."""
+    value = SERVICES[service]["environment"]["CUDA_VISIBLE_DEVICES"]
+    name, default = re.fullmatch(r"\$\{(\w+):-(.*)\}", value).groups()  # type: ignore[union-attr]
+    return set(given.get(name, default).split(","))
+
+
+@pytest.mark.parametrize("env_file", [None, "gpu.env"])
+def test_no_gpu_is_given_to_the_engine_and_the_trainer(env_file: str | None) -> None:
+    """`count: N` would give both the first N: both see all, and are told which are theirs."""
+    lines = (ROOT / "deploy" / env_file).read_text().splitlines() if env_file else []
+    given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    with_devices = [name for name, service in SERVICES.items() if "devices" in str(service.get("deploy"))]
+    assert with_devices == ["sglang", "trainer-gpu"]
+    assert not devices("sglang", given) & devices("trainer-gpu", given)
+    for name in with_devices:
+        (reserved,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved["count"] == "all"
+    assert "--nproc-per-node=gpu" in SERVICES["trainer-gpu"]["command"], "a process for each GPU"
+
+
+def test_no_image_trains_while_it_is_built() -> None:
+    assert not re.search(r"^RUN .*examples\.demo", DOCKERFILE, re.MULTILINE)
+    (model,) = [one for one in SERVICES.values() if "examples.demo.model" in str(one.get("entrypoint"))]
+    assert model["volumes"] == ["demo:/app/models"]
+    assert SERVICES["engine"]["depends_on"]["model"] == {"condition": "service_completed_successfully"}
 
 
 @pytest.mark.parametrize("number", range(len(MANIFESTS)))
@@ -291,8 +331,9 @@ def test_the_manifests_look_at_the_health_of_the_topology(number: int) -> None:
             assert f'"path": "{one.health.live}"' in live or '"tcpSocket"' in live
             assert ports == {one.port}
         case FileHealth():
-            assert '"services.process.health", "/tmp/health", "--ready"' in ready
-            assert '"services.process.health", "/tmp/health"]' in live
+            probe = '"bash", "/app/services/process/probe.sh", "file", "/tmp/health"'
+            assert f'{probe}, "--ready"]' in ready
+            assert f"{probe}]" in live
             assert ("GSPO_HEALTH_FILE", "/tmp/health") in configured(container).items()
         case PingHealth():
             assert all(" ping " in probe for probe in (ready, live))
@@ -340,9 +381,12 @@ def test_a_process_reads_the_settings_that_the_topology_says(name: str) -> None:
     module = kind(name).module or ""
     path = ROOT / module.replace(".", "/")
     files = [one for one in path.rglob("*.py") if one.name == "__main__.py" or "__main__" not in one.read_text()]
-    found = {
-        word for one in files or [path.with_suffix(".py")] for word in re.findall(r"\bsettings\.(\w+)", one.read_text())
-    }
+    texts = [one.read_text() for one in files or [path.with_suffix(".py")]]
+    # What is made of the settings as a whole reads them in its own place.
+    texts += [
+        inspect.getsource(one) for text in texts if "WallPolicy.of(settings)" in text for one in (WallPolicy, offers)
+    ]
+    found = {word for text in texts for word in re.findall(r"\bsettings\.(\w+)", text)}
     assert found & Settings.model_fields.keys() == kind(name).reads - {"secrets_dir"}
 
 
@@ -370,22 +414,45 @@ def test_every_redis_that_is_started_keeps_what_the_topology_says(tmp_path: Path
     assert options(REDIS.arguments).items() <= options(given).items()
 
 
-def test_the_script_for_slurm_starts_and_ends_them_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def installation(tmp_path: Path) -> Installation:
+    """On three nodes, as the launchers for batch systems and clusters start it."""
+    wanted = Wanted(nodes=3, trainer_nodes=2, engines=2)
+    nodes = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    return Installation(place(wanted, Site.BATCH), nodes, DataDir(tmp_path), "m", "python", "/redis-server")
+
+
+def test_what_launchers_start_elsewhere_is_what_the_topology_says(tmp_path: Path) -> None:
+    whole = installation(tmp_path)
+    kinds = list(dict.fromkeys(member.process.name for member in whole.members))
+    assert kinds == [one.name for one in processes(Site.BATCH) if one.health]
+    for member in whole.members:
+        command, given = whole.command(member), whole.environment(member)
+        leaving = member.process.leaving.arguments(Site.BATCH)
+        assert tuple(command[-len(leaving) :] if leaving else ()) == leaving
+        if member.process.module is None:
+            assert options(REDIS.arguments).items() <= options(command).items()
+        else:
+            assert f"{'--module' if member.process is TRAINER else '-m'} {member.process.module}" in " ".join(command)
+            assert options(member.process.arguments).keys() <= options(command).keys()
+        assert variables(given) <= member.process.reads
+        assert (PREFIX + "SECRETS_DIR" in given) is member.process.has_secrets
+
+
+def test_members_of_one_kind_have_an_address_each(tmp_path: Path) -> None:
+    whole = installation(tmp_path)
+    urls = [whole.engine_url(one) for one in whole.engines()]
+    assert urls == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
+    for member in whole.members:
+        if "engine_urls" in member.process.reads:
+            assert whole.environment(member)["GSPO_ENGINE_URLS"] == ",".join(urls)
+
+
+def test_a_batch_script_is_told_to_leave_early_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "slurm", "--data-dir", str(tmp_path), "--model", "m"]) == 0
-    script = capsys.readouterr().out
-    started = [name for name in re.findall(r'^ *start "([a-z]+)', script, re.MULTILINE)]
-    assert list(dict.fromkeys(started)) == [one.name for one in processes(Site.BATCH) if one.health]
-    leave = re.search(r"for kind in ([a-z ]+); do", script)
-    assert leave is not None
-    assert leave[1].split() == list(reversed(dict.fromkeys(started)))
-    for one in processes(Site.BATCH):
-        if one.module is not None:
-            assert f'"$PYTHON" -m {one.module}' in script
-        if one.has_secrets:
-            assert f'GSPO_SECRETS_DIR="$DATA/secrets/{one.name}"' in script
-    signal_s = re.search(r"--signal=B:TERM@(\d+)", script)
+    signal_s = re.search(r"--signal=B:TERM@(\d+)", capsys.readouterr().out)
     assert signal_s is not None
-    assert int(signal_s[1]) > sum(one.leaving.most_s(Site.BATCH) for one in processes(Site.BATCH))
+    resident = [one for one in processes(Site.BATCH) if one.health]
+    assert int(signal_s[1]) > sum(one.leaving.most_s(Site.BATCH) + SLACK_S for one in resident)
 
 
 def test_every_module_in_launchers_is_a_place(

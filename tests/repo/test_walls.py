@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = [path for top in ("gspo_core", "environments", "services") for path in sorted((ROOT / top).rglob("*.py"))]
 ROOMS = (
     *("process", "files", "state", "engines", "episodes", "hosts", "workers"),
-    *("api", "rollout", "gateway", "trainer", "engine", "launch"),
+    *("api", "rollout", "gateway", "evaluation", "trainer", "engine", "launch"),
 )
 
 

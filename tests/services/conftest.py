@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from services.process.cancelling import cancel_all
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect, find_binaries
 from services.state.store import Claim, Store
@@ -106,6 +107,7 @@ class LossyProxy:
         self._upstream = upstream.removeprefix("unix://")
         self._socket = socket
         self._server: asyncio.Server | None = None
+        self._lines: set[asyncio.Task[None]] = set()
         self.needle = b""
         self.lose_reply: Set[int] = frozenset()
         self.lose_request: Set[int] = frozenset()
@@ -117,12 +119,21 @@ class LossyProxy:
         self.needle, self.lose_reply, self.lose_request, self.num_seen = needle, lose_reply, lose_request, 0
 
     async def __aenter__(self) -> LossyProxy:
-        self._server = await asyncio.start_unix_server(self._serve, self._socket)
+        self._server = await asyncio.start_unix_server(self._take, self._socket)
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        """No line outlives it: a socket that is still open fails whatever test runs when that is found."""
         assert self._server is not None
         self._server.close()
+        await cancel_all(list(self._lines))
+        await asyncio.sleep(0)  # sockets are closed by the loop, soon
+
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = asyncio.create_task(self._serve(reader, writer))
+        self._lines.add(line)
+        line.add_done_callback(self._lines.discard)
+        line.add_done_callback(lambda _: writer.close())  # also where it is cancelled before its far end is reached
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_unix_connection(self._upstream)
@@ -148,11 +159,8 @@ class LossyProxy:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for end in (writer, up_writer):
-                end.close()
+            up_writer.close()
+            await cancel_all(tasks)
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.api.http.brakes import Brakes
 from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused, error_response
 from services.api.http.key_ring import KeyRing
-from services.api.http.limits import RateLimit
+from services.api.http.limits import SharedRateLimit
 from services.state.jobs import JobNotFound
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
@@ -47,6 +48,11 @@ class Caller:
     owner: str
     """The owner of the jobs that it submits."""
     scopes: frozenset[str]
+
+    @property
+    def is_keyless(self) -> bool:
+        """Nobody here has a key, so all callers are one."""
+        return self is LOCAL
 
     @property
     def is_admin(self) -> bool:
@@ -82,17 +88,12 @@ class Access:
         """Keys that are valid now."""
         return bool(self._digests or (self._ring and self._ring.valid()))
 
-    def caller(self, headers: Headers) -> Caller:
+    def caller(self, key: str) -> Caller:
         """The caller with this key; raises RequestRefused 401."""
-        if self.is_open:
-            return LOCAL
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorized("missing_key", "send a key: Authorization: Bearer KEY")
-        digest = _digest(key.strip())
+        digest = _digest(key)
         # Every key is compared, so that timing reveals nothing about near misses.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        record = self._ring.find(key.strip()) if self._ring else None
+        record = self._ring.find(key) if self._ring else None
         if any(matches):
             return Caller(digest.hex()[:12], "", frozenset({"admin"}))
         if record is None:
@@ -100,18 +101,31 @@ class Access:
         return Caller(record.id, record.owner, frozenset(record.scopes))
 
 
+def key_in(headers: Headers) -> str:
+    """Raises RequestRefused 401 without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise _unauthorized("missing_key", "send a key: Authorization: Bearer KEY")
+    return key.strip()
+
+
 def needed_scope(method: str, path: str) -> str:
     """The scope that a key must have."""
     if path.startswith("/v1/keys") or (path.startswith(("/v1/workers", "/v1/engines")) and method not in READING):
         return "admin"
-    if _EPISODES.match(path):
+    if _LEASES.match(path):
+        return "episodes:play"
+    if (_EPISODES.match(path) and method != "DELETE") or (_REPLAYS.match(path) and method in READING):
         return "episodes:read"
     if path.startswith("/v1/environments") and method not in READING:
         return "env:upload" if path == "/v1/environments/uploads" else "envs:write"
     return "jobs:read" if method in READING else "jobs:write"
 
 
-_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)([/.]|$)")
+_LEASES = re.compile(r"/v1/jobs/[^/]+/(episodes:lease$|leases/)")
+# Their answers may show episodes token by token; asking costs computing time.
+_REPLAYS = re.compile(r"/v1/jobs/[^/]+/replays(/|$)")
+_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes|traces)([/.]|$)")
 
 
 async def own_job(request: Request) -> None:
@@ -146,32 +160,59 @@ def is_loopback(host: str) -> bool:
 class AccessMiddleware:
     """Refuses a request before its route or body is read; puts the caller into the request's scope."""
 
-    def __init__(self, app: ASGIApp, access: Access, limit: RateLimit) -> None:
+    def __init__(self, app: ASGIApp, access: Access, limit: SharedRateLimit, brakes: Brakes) -> None:
         self._app = app
         self._access = access
         self._limit = limit
+        self._brakes = brakes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
-                self._admit(scope)
+                await self._admit(scope)
             except RequestRefused as error:
                 await error_response(error, scope.get("request_id"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> None:
+    async def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
-        caller = self._access.caller(headers)
+        caller = LOCAL if self._access.is_open else self._known(key_in(headers), scope)
         scope["caller"], scope["credential"] = caller, caller.name
         needed = needed_scope(scope["method"], scope["path"])
         if not caller.may(needed):
             raise RequestRefused(403, "scope_required", f"this key does not have the scope {needed}")
-        wait_s = 0 if caller is LOCAL else self._limit.wait_s(caller.name)
+        context: ApiContext = scope["app"].state.context
+        wait_s = 0 if caller is LOCAL else await self._limit.wait_s(caller.name, context.functions)
         if wait_s:
             message = f"too many requests with this key; try again in {wait_s} s"
             raise RequestRefused(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
+
+    def _known(self, key: str, scope: Scope) -> Caller:
+        """Whose key it is. Raises RequestRefused 401, and 429 where too many wrong ones came."""
+        client = scope.get("client")
+        address = client[0] if client else ""
+        wait_s = self._brakes.wait_s(address, key)
+        if wait_s and not self._brakes.is_above_suspicion(key):
+            raise _braked(wait_s)
+        try:
+            caller = self._access.caller(key)
+        except RequestRefused:
+            self._brakes.was_wrong(address, key)
+            if wait_s:
+                raise _braked(wait_s) from None
+            raise
+        self._brakes.was_right(key)
+        return caller
+
+
+def _braked(wait_s: int) -> RequestRefused:
+    message = (
+        f"too many wrong keys came from this address, or began like this one; this key was not looked at, or is wrong "
+        f"as well; try again in {wait_s} s"
+    )
+    return RequestRefused(429, "too_many_wrong_keys", message, headers={"Retry-After": str(wait_s)})
 
 
 def _is_open(path: str) -> bool:

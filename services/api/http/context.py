@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -15,17 +15,21 @@ from gspo_core.outbound import Network
 from services.api.http.key_ring import KeyRing
 from services.api.http.presence import Presence
 from services.api.http.sse import PING_S
+from services.api.http.streams import Streams
 from services.api.http.traffic import Traffic
 from services.api.views.codecs import Codecs
 from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
+from services.api.views.replays import ReplayWork
 from services.files.data_dir import HubDir
 from services.files.job_dir import JobsDir
 from services.hosts.registry import EnvironmentRegistry
 from services.state.client import RedisClient
 from services.state.drains import Drains
+from services.state.functions import Functions
 from services.state.kept_replies import KeptReplies
+from services.state.loans import Loans
 from services.state.queue import Bus
 from services.state.resubmissions import Resubmissions
 from services.state.store import Store
@@ -58,6 +62,8 @@ OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
 class ApiContext:
     store: Store
     bus: Bus
+    functions: Functions
+    loans: Loans
     history: TrainedHistory
     codecs: Codecs
     stopping: asyncio.Event
@@ -69,6 +75,7 @@ class ApiContext:
     """None: the only keys are those of the settings."""
     worker_requests: WorkerRequests
     exports: Exports
+    replays: ReplayWork
     drains: Drains
     resubmissions: Resubmissions
     replies: KeptReplies
@@ -79,6 +86,7 @@ class ApiContext:
     """Models that were fetched; None: names of the hub stay as they are."""
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
+    streams: Streams = field(default_factory=Streams)
 
 
 async def _context(request: Request) -> ApiContext:

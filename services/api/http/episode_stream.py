@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
+from gspo_core.log.transcript import ShownTurn
 from services.api.http.sse import RETRY_MS, frame
 from services.api.views.episode_views import EpisodeDetail
 from services.api.views.history import EpisodeNotKept, GroupNotKept
-from services.api.views.transcript import ShownTurn
 from services.state.away import Away
 
 _POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")

@@ -24,7 +24,7 @@ from services.files.data_dir import KeysDir
 from services.files.durable import make_directory, write_once
 
 SCHEMA = 1
-SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
+SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "episodes:play", "admin")
 _KEY = re.compile(r"gspo_([0-9a-z]{12})_([0-9A-Za-z]{43})")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Two changes within one tick of a file system's clock give a directory the same time.

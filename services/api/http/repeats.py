@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.http.access import Caller
 from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.requests import MAX_BODY_BYTES
-from services.hosts.archives import MAX_PACKED_BYTES
 from services.process.cancelling import cancel_all
 from services.state.away import Away
 from services.state.kept_replies import LEASE_S, Begun, KeptReplies
@@ -34,7 +34,8 @@ from services.state.kept_replies import LEASE_S, Begun, KeptReplies
 HEADER = "Idempotency-Key"
 KEY = re.compile(r"[\x21-\x7e]{1,255}")
 # These routes store the key with the thing that they create.
-OWN_WAY = frozenset({"/v1/jobs", "/v1/fine_tuning/jobs"})
+OWN_WAY = frozenset({"/v1/jobs", "/v1/fine_tuning/jobs", "/v1/jobs/{id}/episodes:lease"})
+_OWN_WAY = re.compile("|".join(re.sub(r"{\w+}", "[^/]+", path) for path in OWN_WAY))
 UPLOADS = "/v1/environments/uploads"
 WAIT_S, LOOK_S = 30.0, 0.05
 MAX_REPLY_BYTES = 256 * 1024
@@ -81,11 +82,11 @@ class RepeatMiddleware:
         self._secrets: OrderedDict[str, KeptAnswer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OWN_WAY or "caller" not in scope:
+        if scope["type"] != "http" or scope["method"] != "POST" or "caller" not in scope:
             await self._app(scope, receive, send)
             return
         key = Headers(scope=scope).get(HEADER)
-        if key is None:
+        if key is None or _OWN_WAY.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
         if not KEY.fullmatch(key):
@@ -180,22 +181,28 @@ async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> KeptAns
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:
-    """The body, a way to read it again, and whether it is complete."""
-    most = MAX_PACKED_BYTES if scope["path"] == UPLOADS else MAX_BODY_BYTES
+    """The body, a way to read it again, and whether it is complete. Raises ClientDisconnect."""
+    most = MAX_BODY_BYTES
+    if scope["path"] == UPLOADS:
+        from services.hosts.archives import MAX_PACKED_BYTES  # most installations take no uploads
+
+        most = MAX_PACKED_BYTES
     messages: list[Message] = []
     size, more = 0, True
     while more and size <= most:
         message = await receive()
+        if message["type"] == "http.disconnect":  # before it was begun: whoever asks again finds nothing done
+            raise ClientDisconnect
         messages.append(message)
         size += len(message.get("body", b""))
-        more = message["type"] == "http.request" and message.get("more_body", False)
+        more = message.get("more_body", False)
     body, left = b"".join(one.get("body", b"") for one in messages), iter(messages)
 
     async def again() -> Message:
         kept = next(left, None)
         return await receive() if kept is None else kept
 
-    return body, again, not more and messages[-1]["type"] == "http.request"
+    return body, again, not more
 
 
 def _name(scope: Scope, key: str) -> str:

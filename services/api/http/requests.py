@@ -19,11 +19,12 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, JsonValue
 from starlette.datastructures import QueryParams
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core import strict_json
 from gspo_core.problems import MAX_PROBLEMS, Problem
-from services.api.http import metadata_filter
+from services.api.http import listing
 from services.api.http.audit import Audit
 from services.api.http.errors import RequestRefused, error_response, invalid, translate
 from services.api.http.traffic import Traffic
@@ -34,6 +35,7 @@ from services.state.jobs import new_job_id
 MAX_BODY_BYTES = 1 << 20
 # So much of a body is read where none is taken.
 _SHORT = 64
+_UNLESS_SAID = ((b"cache-control", b"private, no-cache"), (b"x-content-type-options", b"nosniff"))
 
 
 class RequestMiddleware:
@@ -50,16 +52,20 @@ class RequestMiddleware:
             return
         request_id = scope["request_id"] = _new_request_id()
         started, status = time.monotonic(), 0
+        if self._audit is not None:
+            self._audit.begin()
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*_guarded(message["headers"]), (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
             await self._app(scope, receive, send_named)
+        except ClientDisconnect:  # in the middle of its request: nobody is there to be told
+            return
         except Exception as error:
             answer = translate(error)
             if answer.status_code == 500:
@@ -75,6 +81,12 @@ class RequestMiddleware:
             if self._audit is not None:
                 await self._audit.note(scope, request_id, status)
             _log(scope, request_id, status, seconds)
+
+
+def _guarded(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """An answer that says nothing else is for its caller alone, asked for anew each time, and what it says it is."""
+    given = {name.lower() for name, _ in headers}
+    return [*headers, *(one for one in _UNLESS_SAID if one[0] not in given)]
 
 
 def _new_request_id() -> str:
@@ -117,7 +129,7 @@ class StrictRoute(APIRoute):
 
 def _query_problems(given: QueryParams, names: Sequence[str], takes_labels: bool) -> Iterator[Problem]:
     for name, times in Counter(name for name, _ in given.multi_items()).items():
-        if name not in names and not (takes_labels and metadata_filter.is_label(name)):
+        if name not in names and not (takes_labels and listing.is_label(name)):
             what = f"{name} is not a parameter of this route; {_known(names)}"
             yield Problem("unknown_parameter", (name,), what)
         elif times > 1:
@@ -135,7 +147,7 @@ def _query_names(dependant: Dependant) -> tuple[list[str], bool]:
         model = field.field_info.annotation
         if isinstance(model, type) and issubclass(model, BaseModel):
             names += [one.alias or name for name, one in model.model_fields.items()]
-            takes_labels = takes_labels or issubclass(model, metadata_filter.Labelled)
+            takes_labels = takes_labels or issubclass(model, listing.Labelled)
         else:
             names.append(field.alias)
     return names, takes_labels

@@ -27,3 +27,8 @@ def readable_spec(job: JobRecord) -> JobSpec | None:
         return JobSpec.model_validate(job.spec_data)
     except ValidationError:
         return None
+
+
+def is_of_agents(job: JobRecord) -> bool:
+    """Whether agents play its episodes, whatever release wrote it."""
+    return any(entry.get("agent") is not None for entry in job.spec_data.get("environments", ()))

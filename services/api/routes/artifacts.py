@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.http.context import ContextOf
-from services.api.http.paging import after_id
+from services.api.http.context import ApiContext, ContextOf
+from services.api.http.errors import RequestRefused
+from services.api.http.listing import after_id
 from services.api.http.requests import StrictRoute
-from services.api.views.checkpoint_views import CheckpointView, checkpoints_of
+from services.api.views.checkpoint_views import CheckpointView, described_of, places_of
 from services.api.views.store_views import Page, View, page
+from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 
 router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"], route_class=StrictRoute)
@@ -62,26 +64,38 @@ class JobEnvironmentView(View):
 async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf) -> Page[VersionView]:
     """Published versions, the newest first."""
     job = await context.store.jobs.get(id)
-    manifests = {one.version: one for one in await context.store.versions.all(job.id)}
+    found = await context.store.versions.newest(
+        job.id, query.limit + 1, below=await _cursor(context, job.id, query.after)
+    )
     engines = await context.store.fleet.engines()
     weights = WeightStore(context.history.job_dir(job.id))
+    kept = await asyncio.to_thread(lambda: {row.version for row, _ in found if weights.has(row.version)})
     rows = [
         VersionView(
-            id=manifests[row.version].label,
+            id=manifest.label,
             version=row.version,
             epoch=row.epoch,
             step=row.step,
             parent=row.parent,
-            size_bytes=sum(file.size_bytes for file in manifests[row.version].files),
-            is_kept=False,
-            loaded_by=[one.id for one in engines if one.label == manifests[row.version].label],
+            size_bytes=sum(file.size_bytes for file in manifest.files),
+            is_kept=row.version in kept,
+            loaded_by=[one.id for one in engines if one.label == manifest.label],
         )
-        for row in reversed(await context.store.versions.table(job.id))
-        if row.version in manifests
+        for row, manifest in found
     ]
-    shown = page(after_id(rows, query.after, query.limit), query.limit)
-    kept = await asyncio.to_thread(lambda: {one.id for one in shown.data if weights.has(one.version)})
-    return shown.model_copy(update={"data": [one.model_copy(update={"is_kept": one.id in kept}) for one in shown.data]})
+    return page(rows, query.limit)
+
+
+async def _cursor(context: ApiContext, job: str, after: str | None) -> int | None:
+    """The version that a page begins below. Raises RequestRefused."""
+    if after is None:
+        return None
+    number = after.rpartition("/")[2]
+    if number.isdecimal() and len(number) < 16:
+        found = await context.store.versions.newest(job, 1, below=int(number) + 1)
+        if [manifest.label for _, manifest in found] == [after]:
+            return int(number)
+    raise RequestRefused(400, "invalid_cursor", f"{after[:80]!r} is not in this list", param="after")
 
 
 @router.get("/checkpoints")
@@ -90,8 +104,11 @@ async def list_checkpoints(
 ) -> Page[CheckpointView]:
     """Kept checkpoints, the newest first."""
     job = await context.store.jobs.get(id)
-    found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
-    return page(after_id(found, query.after, query.limit), query.limit)
+    return await asyncio.to_thread(_checkpoints, context.history.job_dir(job.id), query)
+
+
+def _checkpoints(job: JobDir, query: ArtifactQuery) -> Page[CheckpointView]:
+    return page(described_of(job, after_id(places_of(job), query.after, query.limit)), query.limit)
 
 
 @router.get("/environments")

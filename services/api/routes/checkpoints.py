@@ -11,8 +11,7 @@ from gspo_core.staleness import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.requests import StrictRoute
-from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
-from services.files.checkpoints import CheckpointStore
+from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
 
 router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"], route_class=StrictRoute)
@@ -42,10 +41,12 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     record = await context.store.jobs.get(job)
     job_dir = context.history.job_dir(job)
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
-    newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]
+    newest = (await asyncio.to_thread(places_of, job_dir))[:1]
     if not record.status.is_terminal and found.id in [one.id for one in newest]:
         raise RequestRefused(409, "checkpoint_in_use", "the job would resume from this checkpoint", headers=FINAL)
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
+    from services.files.checkpoints import CheckpointStore
+
     await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
 
 
@@ -53,17 +54,17 @@ def _detail(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDe
     job_dir, at = context.history.job_dir(job), Position(epoch, step)
     found = _find(job_dir, at)
     try:
-        files = files_of(CheckpointStore(job_dir).describe(at))
+        files = files_of(job_dir, at)
     except FileNotFoundError:
         raise _not_kept(job_dir, at) from None
     return CheckpointDetail(**dict(found), files=files, export=context.exports.view(job_dir, at))
 
 
 def _find(job_dir: JobDir, at: Position) -> CheckpointView:
-    for one in checkpoints_of(job_dir):
-        if (one.epoch, one.step) == at:
-            return one
-    raise _not_kept(job_dir, at)
+    found = described(job_dir, at)
+    if found is None:
+        raise _not_kept(job_dir, at)
+    return found
 
 
 def _not_kept(job_dir: JobDir, at: Position) -> RequestRefused:

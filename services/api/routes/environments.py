@@ -11,19 +11,20 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from gspo_core.job_spec import FreeForm
+from gspo_core.documented import FreeForm
 from gspo_core.outbound import AddressRefused
+from gspo_core.spec import AgentSpec
+from services.api.http import audit
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.etags import IfMatch, IfNoneMatch, require_match, tagged
-from services.api.http.paging import after_id
+from services.api.http.listing import after_id
 from services.api.http.requests import StrictRoute, read_bounded
 from services.api.submission.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.views.store_views import Page, View, page
-from services.hosts.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
 from services.hosts.named_urls import AddressNamed
 from services.hosts.registry import (
     NAME,
@@ -65,6 +66,9 @@ class NewEnvironment(BaseModel):
     name: Name
     """Lower-case letters, digits, `_` and `-`. It belongs to the owner of the key that used it first."""
     source: Source
+    agent: AgentSpec | None = None
+    """An agent plays it, started so; the source is then what has its tasks, or its function `run`. Jobs need not say it
+    again."""
 
 
 class UploadQuery(BaseModel):
@@ -79,6 +83,9 @@ class UploadQuery(BaseModel):
         ),
     ]
     """Where the class is in it: `file.py:Class`, or `package.module:Class` in an archive."""
+    agent: Annotated[str, StringConstraints(max_length=65_536)] | None = None
+    """How its agent is started, as JSON: `{"command": ["python", "agent.py"]}`. A program runs beside the file of
+    `ref`."""
 
 
 class EnvironmentQuery(BaseModel):
@@ -158,6 +165,8 @@ class EnvironmentView(View):
     status: Literal["validating", "ready", "invalid"]
     """`validating` until a rollout worker has examined it."""
     source: dict[str, Any]
+    agent: dict[str, Any] | None
+    """How its agent is started, if it has one."""
     digest: str
     """Of its content: the same content is the same version."""
     created_at: str
@@ -207,14 +216,15 @@ async def register(wanted: NewEnvironment, request: Request, response: Response,
     """Register an environment. The same content under the same name is the same version: 200 instead of 201."""
     try:
         found = loadable(wanted.source)
-        await asyncio.to_thread(judge, found, context.networks)
+        await asyncio.to_thread(judge, found, wanted.agent, context.networks)
     except AddressRefused as error:
         where = error.where if isinstance(error, AddressNamed) else "url"
         raise RequestRefused(422, "address_refused", str(error), param=f"source.{where}") from None
     except ConfigRefused as error:
         raise RequestRefused(422, "validation_failed", str(error), param="source.config") from None
     source = wanted.source.model_dump(mode="json")
-    return await _add(context, _caller(request), response, wanted.name, source, found, upload=None)
+    agent = None if wanted.agent is None else wanted.agent.model_dump(mode="json", exclude_unset=True)
+    return await _add(context, _caller(request), response, wanted.name, source, found, upload=None, agent=agent)
 
 
 @router.post(
@@ -231,6 +241,9 @@ async def upload(
     """Register an uploaded file (`text/x-python`) or package (zip, or tar, plain or gzipped). Off unless enabled."""
     if not context.may_upload:
         raise RequestRefused(403, "uploads_disabled", "the operator has not enabled uploads (GSPO_ENV_UPLOADS)")
+    from services.hosts.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack  # most installations take no uploads
+
+    agent = await _agent_of(query, context)
     packed = await read_bounded(request, (PYTHON, *ARCHIVES), MAX_PACKED_BYTES)
     registry = _registry(context)
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
@@ -256,7 +269,7 @@ async def upload(
         raise RequestRefused(422, "archive_refused", str(error)) from None
     source = {"type": "upload", "ref": query.ref, "size_bytes": len(packed)}
     found = Loadable(query.ref, {})
-    return await _add(context, _caller(request), response, query.name, source, found, upload=digest)
+    return await _add(context, _caller(request), response, query.name, source, found, upload=digest, agent=agent)
 
 
 @router.get("")
@@ -300,6 +313,7 @@ async def remove_environment(environment: str, request: Request, context: Contex
         if not job.status.is_terminal and one.id in refs:
             raise RequestRefused(409, "environment_in_use", f"job {job.id} uses {one.id}", headers=FINAL)
     await asyncio.to_thread(_registry(context).remove, one)
+    audit.changed("environment", one.id, old={"owner": one.owner, "digest": one.digest})
 
 
 @router.post("/{environment}/validate")
@@ -345,20 +359,40 @@ async def _add(
     found: Loadable,
     *,
     upload: str | None,
+    agent: Mapping[str, Any] | None,
 ) -> EnvironmentView:
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    wanted = Registration(name, 0, _owner(caller), now, source, found.ref, found.config, upload, found.is_remote)
+    wanted = Registration(
+        name, 0, _owner(caller), now, source, found.ref, found.config, upload, found.is_remote, agent=agent
+    )
     registry = _registry(context)
     try:
         one, is_new = await asyncio.to_thread(registry.add, wanted)
     except NameTaken as error:
         raise _taken(error) from None
     if is_new:
+        audit.changed("environment", one.id, new={"owner": one.owner, "digest": one.digest})
         with contextlib.suppress(TooManyRequests):  # then it stays unexamined until someone asks for it
             await context.worker_requests.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
     return await asyncio.to_thread(_view, registry, one)
+
+
+async def _agent_of(query: UploadQuery, context: ApiContext) -> Mapping[str, Any] | None:
+    """Raises RequestRefused."""
+    if query.agent is None:
+        return None
+    try:
+        agent = AgentSpec.model_validate_json(query.agent)
+        await asyncio.to_thread(judge, Loadable(query.ref, {}), agent, context.networks)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RequestRefused(422, "validation_failed", f"{where}: {first['msg']}", param="agent") from None
+    except AddressRefused as error:
+        raise RequestRefused(422, "address_refused", str(error), param="agent") from None
+    return agent.model_dump(mode="json", exclude_unset=True)
 
 
 def _taken(error: NameTaken) -> RequestRefused:
@@ -412,6 +446,7 @@ def _view(registry: EnvironmentRegistry, one: Registration) -> EnvironmentView:
         version=one.version,
         status=status,
         source=dict(one.source),
+        agent=None if one.agent is None else dict(one.agent),
         digest=one.digest,
         created_at=one.created_at,
         failures=failures,

@@ -13,26 +13,28 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from gspo_core.codec import SegmentRejected, decode
+from gspo_core.invariants import MAX_COUNT
+from gspo_core.log.transcript import by_branch, spent_view, tokens_view, turns_view
 from gspo_core.messages import ToolSchema
 from gspo_core.staleness import Position
-from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
+from gspo_core.types import NOTHING, EpisodeKey, Segment
 from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
 from services.api.http.errors import RequestRefused
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
+from services.api.http.streams import BoundedStream
 from services.api.views.episode_views import (
     EpisodeDetail,
     EpisodeSummary,
     GroupSummary,
+    evidence_view,
     open_episode,
     open_group,
     trained_groups,
 )
 from services.api.views.history import EpisodeNotKept
 from services.api.views.store_views import Page, View, page
-from services.api.views.transcript import by_branch, spent_view, tokens_view, turns_view
 from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
@@ -42,6 +44,7 @@ router = APIRouter(tags=["episodes"], route_class=StrictRoute)
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
+ERASED = "this episode was erased: its tokens and log-probs are gone"
 # A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
@@ -75,6 +78,8 @@ class EpisodeQuery(_Query):
     """Only episodes with at most this reward."""
     version: Annotated[int, Field(ge=0)] | None = None
     """Only episodes with tokens of this version."""
+    user: str | None = None
+    """Only episodes with a turn that was asked for in this name."""
 
 
 class ExportQuery(BaseModel):
@@ -130,6 +135,7 @@ async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], contex
             and (low is None or (one.reward is not None and one.reward >= low))
             and (high is None or (one.reward is not None and one.reward <= high))
             and (query.version is None or query.version in one.versions)
+            and (query.user is None or query.user in one.users)
         )
 
     episodes = (one for group in _trained(context, job, query.step) for one in group.episodes)
@@ -146,7 +152,7 @@ async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], conte
     """Every episode that was trained, turn by turn, the oldest step first: one JSON object a line."""
     job = await context.store.jobs.get(id)
     tools = await _sole_tools(context, job)
-    return StreamingResponse(_lines(context, job, tools, query), media_type=NDJSON)
+    return BoundedStream(_lines(context, job, tools, query), media_type=NDJSON)
 
 
 @router.get("/groups/{job}/{group}")
@@ -179,6 +185,9 @@ async def follow_episode(
 
     A stream is resumed after `Last-Event-ID`. A turn that grows comes again; `attempt` says that it starts anew.
     """
+    # few episodes are watched
+    from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
+
     after = None if last_event_id is None else parse_position(last_event_id)
     if last_event_id is not None and after is None:
         raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is not a position", param="last-event-id")
@@ -196,7 +205,7 @@ async def follow_episode(
         found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in happenings(detail, after)]
         return page(found, max(1, len(found)))
     stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
-    return StreamingResponse(stream, media_type="text/event-stream", headers=sse.HEADERS)
+    return BoundedStream(stream, media_type="text/event-stream", headers=sse.HEADERS)
 
 
 @router.get("/episodes/{job}/{group}/{member}")
@@ -272,8 +281,10 @@ def _detail(
     with_tokens: bool,
     trained: NDArray[np.float32] | None = None,
 ) -> EpisodeDetail:
-    codec, note = context.codecs.of(job)
+    codec, note = (None, ERASED) if episode.is_erased else context.codecs.of(job)
     shown = by_branch(segments)
+    outcome = next((one.outcome for one in segments if one.outcome is not None), None)
+    evidence = NOTHING if outcome is None else outcome.evidence
     return EpisodeDetail(
         **dict(episode),
         job_id=job.id,
@@ -286,6 +297,8 @@ def _detail(
         note=note,
         turns=turns_view(shown, codec, tools),
         closing=spent_view([one for one in segments if one.is_final]),
+        evidence=evidence_view(evidence),
+        evidence_left_out=dict(evidence.left_out),
         tokens=tokens_view(shown, None if codec is None else codec.tokenizer, trained) if with_tokens else None,
     )
 

@@ -7,12 +7,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from services.api.http import sse
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
 from services.api.http.requests import StrictRoute
+from services.api.http.streams import BoundedStream
 from services.api.views.store_views import EventView, Page, event_view, page
 from services.state.store import JobEvent, Store
 
@@ -61,7 +62,7 @@ async def read_events(
     stream = sse.EventStream(
         context.store, context.tails, job.id, context.stopping, context.clock, ping_s=context.ping_s
     )
-    return StreamingResponse(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)
+    return BoundedStream(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)
 
 
 def check_position(position: str | None) -> str | None:

@@ -10,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gspo_core.problems import problems
 from gspo_core.spec import JobSpec
-from services.api.http import errors, metadata_filter, sse
+from services.api.http import errors, listing, sse
 from services.api.http.access import Caller
 from services.api.http.context import ContextOf
 from services.api.http.errors import documented
-from services.api.http.paging import after_id
+from services.api.http.listing import after_id
 from services.api.http.requests import StrictRoute
 from services.api.routes.events import check_position
-from services.api.routes.jobs import IdempotencyKey
+from services.api.routes.jobs import IdempotencyKey, wish
 from services.api.submission import submit
 from services.api.submission.fine_tuning import (
     FineTuningEvent,
@@ -28,7 +28,7 @@ from services.api.submission.fine_tuning import (
     facade_job,
     specification,
 )
-from services.api.views.checkpoint_views import checkpoints_of
+from services.api.views.checkpoint_views import described_of, places_of
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import DesiredState, JobRecord
 
@@ -46,7 +46,7 @@ class FacadeQuery(BaseModel):
     """Id of the item before the page."""
 
 
-class FacadeListQuery(FacadeQuery, metadata_filter.Labelled):
+class FacadeListQuery(FacadeQuery, listing.Labelled):
     """Jobs are also selected by `metadata[k]=v`."""
 
 
@@ -97,9 +97,7 @@ async def list_jobs(
     query: Annotated[FacadeListQuery, Query()], request: Request, context: ContextOf
 ) -> Page[FineTuningJob]:
     """Jobs, the newest first; `metadata[k]=v` selects."""
-    found = await _jobs(
-        context, request.scope["caller"], query, metadata_filter.asked(request.query_params.multi_items())
-    )
+    found = await _jobs(context, request.scope["caller"], query, listing.asked(request.query_params.multi_items()))
     return page([facade_job(job) for job in found], query.limit)
 
 
@@ -142,7 +140,8 @@ async def list_checkpoints(
 ) -> Page[FineTuningCheckpoint]:
     """Checkpoints that are kept, the newest first."""
     job = await context.store.jobs.get(id)
-    found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
+    job_dir = context.history.job_dir(job.id)
+    places = after_id(await asyncio.to_thread(places_of, job_dir), query.after, query.limit)
     views = [
         FineTuningCheckpoint(
             id=one.id,
@@ -152,9 +151,9 @@ async def list_checkpoints(
             step_number=one.step,
             metrics={},
         )
-        for one in found
+        for one in await asyncio.to_thread(described_of, job_dir, places)
     ]
-    return page(after_id(views, query.after, query.limit), query.limit)
+    return page(views, query.limit)
 
 
 @router.get("/models")
@@ -169,9 +168,8 @@ async def list_models(query: Annotated[FacadeQuery, Query()], request: Request, 
     return page(views, query.limit)
 
 
-async def _wish(context: ContextOf, job: str, wish: DesiredState) -> FineTuningJob:
-    await context.store.jobs.set_desired_state(job, wish)
-    return facade_job(await context.store.jobs.get(job))
+async def _wish(context: ContextOf, job: str, desired: DesiredState) -> FineTuningJob:
+    return facade_job(await wish(context, job, desired))
 
 
 async def _jobs(
@@ -183,7 +181,7 @@ async def _jobs(
         some = await context.store.jobs.page(101, after, order="desc")
         for job in some:
             if (
-                metadata_filter.fits(job, metadata)
+                listing.fits(job, metadata)
                 and caller.sees(job.owner)
                 and not (published and job.policy_version is None)
             ):

@@ -8,11 +8,14 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from services.api.http.context import ContextOf
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.presence import Member
 from services.api.http.requests import StrictRoute
+from services.api.http.stored_specs import is_of_agents
 from services.api.views.store_views import ReadyView
 from services.state.away import Away, AwayReason
+from services.state.fleet_records import WorkerRecord
 
 router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
@@ -28,6 +31,21 @@ class AliveView(BaseModel):
 async def healthz() -> AliveView:
     """The process answers. It depends on nothing else, so restarts may be decided by it."""
     return AliveView()
+
+
+_UNHEARD = "agents end without a request: can they reach the gateway under GSPO_GATEWAY_URL?"
+
+
+def _is_unheard(member: Member) -> bool:
+    return member.is_alive and isinstance(member.record, WorkerRecord) and member.record.hears_no_agent
+
+
+async def _has_agents(context: ApiContext) -> bool:
+    """Whether agents play the episodes of a job that is under way."""
+    for job in await context.store.jobs.served():
+        if is_of_agents(await context.store.jobs.get(job)):
+            return True
+    return False
 
 
 @router.get("/readyz")
@@ -46,4 +64,7 @@ async def readyz(context: ContextOf) -> ReadyView:
     playing = {one.role for one in members if one.is_alive}
     if not playing & {"rollout", "gateway"}:
         degraded.insert(0, "no rollout worker is running: jobs wait")
+    elif "gateway" not in playing and await _has_agents(context):
+        degraded.insert(0, "no gateway is running: jobs of agents wait")
+    degraded += [f"{_UNHEARD} (asked for nothing at {one.id})" for one in members if _is_unheard(one)]
     return ReadyView(degraded=degraded)

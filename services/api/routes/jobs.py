@@ -11,20 +11,22 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
-from services.api.http import metadata_filter
+from services.api.http import audit, listing
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.requests import StrictRoute
-from services.api.http.stored_specs import readable_spec
+from services.api.http.stored_specs import readable_spec, spec_of
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
-from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
+from services.api.views.store_views import ConfigView, JobView, Page, PlannedJobView, PlanView, job_view, page
 from services.state.jobs import CancelManner, DesiredState, JobRecord, JobStatus, new_job_id
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 
+# Readers of JSON, and functions in Redis, know greater numbers no longer exactly.
+MOST_STEPS = 2**53
 IdempotencyKey = Annotated[str | None, Header(max_length=255, pattern=r"^[\x21-\x7e]+$")]
 
 
@@ -40,9 +42,11 @@ class SubmitQuery(BaseModel):
 
     dry_run: bool = False
     """Check and estimate; create nothing."""
+    gpus: Annotated[str | None, Field(max_length=32)] = None
+    """With `dry_run`: also plan the learner's memory on these, such as `8xH100` or `8x96GiB`."""
 
 
-class JobListQuery(metadata_filter.Labelled):
+class JobListQuery(listing.Labelled):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
@@ -56,6 +60,15 @@ class JobListQuery(metadata_filter.Labelled):
     """By age: oldest or newest first."""
     status: JobStatus | None = None
     """Only jobs in this state."""
+    parent: str | None = None
+    """Only jobs that were forked from this one, or are trained on its episodes."""
+
+
+class JobQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    gpus: Annotated[str | None, Field(max_length=32)] = None
+    """Also plan the learner's memory on these, such as `8xH100` or `8x96GiB`."""
 
 
 class CancelQuery(BaseModel):
@@ -65,6 +78,18 @@ class CancelQuery(BaseModel):
     """`drain` starts nothing new, and plays and trains what is under way, as far as it fills steps."""
     checkpoint: bool = False
     """Write a checkpoint at the end; with `now` the step that it is in is taken first."""
+
+
+class ResumeQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    from_step: Annotated[int, Field(ge=0, le=MOST_STEPS)] | None = None
+    """For a job that is over: go on from the weights after this step; what lies beyond it is left. Left out: from where
+    it ended."""
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    """For a job that is over: how many steps it takes in all from now on. The schedule of its learning rate stays."""
+    horizon: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    """For a job that is over: where the schedule of its learning rate ends from now on."""
 
 
 @router.post(
@@ -88,23 +113,20 @@ async def submit(
     caller: Caller = request.scope["caller"]
     if query.dry_run:
         spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
-        await submitting.check_model(context, spec.model)
+        await submitting.check_model(context, spec)
         spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-        plan = await _plan(spec, context)
+        plan = await _plan(spec.named(), context, query.gpus)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
     job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
-    if job.id != fresh_id:
-        response.headers["Idempotent-Replayed"] = "true"
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return job_view(job)
+    return submitted(job, response, is_new=job.id == fresh_id)
 
 
 @router.get("")
 async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
     """Jobs by age; only admins see those of others. `metadata[NAME]=VALUE` selects by metadata."""
     caller: Caller = request.scope["caller"]
-    wanted = metadata_filter.asked(request.query_params.multi_items())
+    wanted = listing.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:
         raise RequestRefused(400, "invalid_cursor", "after and before are mutually exclusive", param="before")
     is_backwards = query.before is not None
@@ -114,7 +136,8 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
     while len(jobs) <= query.limit:
         some = await context.store.jobs.page(101, after, order=order)
         seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
-        jobs += [job for job in seen if metadata_filter.fits(job, wanted)]
+        seen = [job for job in seen if query.parent in (None, parent_of(job))]
+        jobs += [job for job in seen if listing.fits(job, wanted)]
         if len(some) < 101:
             break
         after = some[-1].id
@@ -125,11 +148,19 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
     return found.model_copy(update=turned)
 
 
-@router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
-async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None) -> Response:
+@router.get("/{id}", response_model=PlannedJobView, responses={304: {"description": "As `If-None-Match` says"}})
+async def get_job(
+    id: str, query: Annotated[JobQuery, Query()], context: ContextOf, if_none_match: IfNoneMatch = None
+) -> Response:
     """One job. Its `ETag` is for `If-None-Match` here, and for `If-Match` when its settings are changed."""
     job = await context.store.jobs.get(id)
-    return tagged(job_view(job), job.settings_version, if_none_match)
+    view: JobView = job_view(job)
+    if query.gpus is not None:
+        from services.api.submission import preview  # few who look at a job ask for a plan
+
+        memory = await asyncio.to_thread(preview.plan_memory, spec_of(job), query.gpus)
+        view = PlannedJobView(**dict(view), memory=memory)
+    return tagged(view, job.settings_version, if_none_match)
 
 
 @router.get("/{id}/config")
@@ -144,15 +175,26 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
 @router.post("/{id}/pause", responses=documented(409))
 async def pause(id: str, context: ContextOf) -> JobView:
     """Ask a job to pause: it ends the step that it is in, and waits. Episodes that run go on to their end."""
-    await context.store.jobs.set_desired_state(id, DesiredState.PAUSED)
-    return job_view(await context.store.jobs.get(id))
+    return job_view(await wish(context, id, DesiredState.PAUSED))
 
 
 @router.post("/{id}/resume", responses=documented(409))
-async def resume(id: str, context: ContextOf) -> JobView:
-    """Let a paused job go on."""
-    await context.store.jobs.set_desired_state(id, DesiredState.RUNNING)
-    return job_view(await context.store.jobs.get(id))
+async def resume(id: str, query: Annotated[ResumeQuery, Query()], context: ContextOf) -> JobView:
+    """Let a paused job go on; or one that is over, as itself: from where it ended or `from_step`, for `steps` in
+    all."""
+    from services.api.submission import resuming  # few jobs that are over go on
+
+    job = await context.store.jobs.get(id)
+    wanted = resuming.Wanted(query.from_step, query.steps, query.horizon)
+    if job.status.is_terminal:
+        reopened = await resuming.resume(context, job, wanted)
+        audit.changed("job", id, *({"status": str(one.status), "settings": one.settings} for one in (job, reopened)))
+        return job_view(reopened)
+    if not wanted.is_plain:
+        raise RequestRefused(
+            409, "invalid_transition", f"{id} is {job.status}: only a job that is over goes back or on"
+        )
+    return job_view(await wish(context, id, DesiredState.RUNNING))
 
 
 @router.post("/{id}/cancel", responses=documented(409))
@@ -160,14 +202,48 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
     """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once. Ask again
     without `drain` for an end at once."""
     manner = CancelManner.of(drain=query.mode == "drain", checkpoint=query.checkpoint)
-    await context.store.jobs.set_desired_state(id, DesiredState.CANCELLED, manner)
-    return job_view(await context.store.jobs.get(id))
+    return job_view(await wish(context, id, DesiredState.CANCELLED, manner))
 
 
-async def _plan(spec: JobSpec, context: ApiContext) -> PlanView:
+async def wish(
+    context: ApiContext, id: str, desired: DesiredState, manner: CancelManner = CancelManner.NOW
+) -> JobRecord:
+    """Write the wish down, in the audit too; the job as it is then."""
+    before = await context.store.jobs.get(id)
+    await context.store.jobs.set_desired_state(id, desired, manner)
+    after = await context.store.jobs.get(id)
+    wishes = ({"desired_state": one.desired_state, "cancel_manner": one.cancel_manner} for one in (before, after))
+    audit.changed("job", id, *wishes)
+    return after
+
+
+def submitted(job: JobRecord, response: Response, *, is_new: bool) -> JobView:
+    """The answer to whoever submitted `job`; one that is new is noted in the audit."""
+    if is_new:
+        _note_new(job)
+    else:
+        response.headers["Idempotent-Replayed"] = "true"
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job_view(job)
+
+
+def _note_new(job: JobRecord) -> None:
+    beginning = {name: job.spec_data[name] for name in ("parent", "recorded") if job.spec_data.get(name)}
+    audit.changed("job", job.id, new={"owner": job.owner, "model": job.spec_data.get("model"), **beginning})
+
+
+def parent_of(job: JobRecord) -> str | None:
+    """The job that it was forked from, or whose episodes it is trained on."""
+    parent = job.spec_data.get("parent") or job.spec_data.get("recorded")
+    return None if parent is None else str(parent["job"])
+
+
+async def _plan(spec: JobSpec, context: ApiContext, gpus: str | None) -> PlanView:
     from services.api.submission import preview  # few submissions are dry runs
+    from services.api.submission.estimate import estimate
     from services.api.submission.prompt_check import look_at_prompts
 
+    memory = None if gpus is None else await asyncio.to_thread(preview.plan_memory, spec, gpus)
     seen = await asyncio.to_thread(preview.look, spec)
     await look_at_prompts(context, spec, seen)
     alive = Counter(one.role for one in await context.presence.members() if one.is_alive)
@@ -175,6 +251,7 @@ async def _plan(spec: JobSpec, context: ApiContext) -> PlanView:
         config=spec.model_dump(mode="json"),
         warnings=[*spec_warnings(spec), *seen.warnings],
         unchecked=seen.unchecked,
-        estimate=estimate(spec),
+        estimate=await asyncio.to_thread(estimate, spec),
         capacity={"num_engines": alive["engine"], "num_workers": alive["gateway" if spec.is_of_agents else "rollout"]},
+        memory=memory,
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from services.api.http import audit
 from services.api.http.access import LOCAL, Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.key_ring import SCOPES, KeyRecord, KeyRing
-from services.api.http.paging import after_id
+from services.api.http.listing import after_id
 from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page
 
@@ -27,7 +28,7 @@ class KeyQuery(BaseModel):
 
     scopes: str = "jobs:read,jobs:write,episodes:read"
     """What it may do, comma-separated: `jobs:read`, `jobs:write`, `envs:write`, `env:upload`, `episodes:read`,
-    `admin`."""
+    `episodes:play` (fetch episodes for agents), `admin`."""
     owner: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.@-]*$")] = ""
     """To whom the jobs that it submits belong; several keys may share an owner. Left out: the key itself."""
     days: Annotated[FiniteFloat, Field(gt=0, le=3650)] | None = None
@@ -83,6 +84,7 @@ async def make_key(
     lifetime_s = None if query.days is None else query.days * DAY_S
     record, key = await asyncio.to_thread(_ring(context).issue, query.owner, scopes, lifetime_s)
     response.headers["Cache-Control"] = "no-store"
+    audit.changed("key", record.id, new=_said(record))
     return NewKeyView(**dict(_view(record)), key=key)
 
 
@@ -96,14 +98,21 @@ async def list_keys(query: Annotated[KeyListQuery, Query()], context: ContextOf)
 @router.delete("/{key}", status_code=204)
 async def revoke_key(key: str, context: ContextOf) -> None:
     """Revoke a key, by its id, with immediate effect."""
-    if not await asyncio.to_thread(_ring(context).revoke, key):
+    held = _ring(context).valid().get(key)
+    if held is None or not await asyncio.to_thread(_ring(context).revoke, key):
         raise RequestRefused(404, "key_not_found", "no valid key has this id", param="key")
+    audit.changed("key", key, old=_said(held))
 
 
 def _ring(context: ApiContext) -> KeyRing:
     if context.ring is None:
         raise RequestRefused(404, "key_not_found", "this process has no data directory to keep keys in")
     return context.ring
+
+
+def _said(record: KeyRecord) -> dict[str, Any]:
+    """Of a key, in the audit."""
+    return _view(record).model_dump(include={"owner", "scopes", "expires_at"})
 
 
 def _view(record: KeyRecord) -> KeyView:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Response
 from pydantic import JsonValue
 
-from gspo_core.live_settings import ChangeRefused, live_values, tuned
 from gspo_core.problems import Problem
+from services.api.http import audit
 from services.api.http.context import ContextOf
 from services.api.http.errors import documented, invalid
 from services.api.http.etags import IfMatch, require_match, tagged
@@ -33,6 +34,8 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
     """Change live settings. They hold from the next step on, whatever happens to the job; the event
     `settings.applied` names that step. Repeating a change changes nothing. With `If-Match` the change is refused if
     another one came first."""
+    from gspo_core.live_settings import ChangeRefused, live_values, tuned  # few jobs are changed
+
     while True:
         job = await context.store.jobs.get(id)
         try:
@@ -48,10 +51,20 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
         if changed.steps < job.step:
             raise invalid([_too_few_steps(changed.steps, job.step)])
         try:
+            before = {key: job.settings.get(key, _submitted(job.spec_data, key)) for key in wanted}
             job = await context.store.jobs.change_settings(id, job.settings_version, values, wanted)
+            audit.changed("job", id, before, wanted)
             return tagged(job_view(job), job.settings_version)
         except Conflict:  # another change was faster: look again
             continue
+
+
+def _submitted(spec: Mapping[str, Any], key: str) -> Any:
+    """The value of ``objective.name`` and the like; None where its default holds."""
+    value: Any = spec
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _too_few_steps(wanted: int, taken: int) -> Problem:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
 from services.api.http.requests import StrictRoute
+from services.api.http.stored_specs import is_of_agents
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord, JobStatus
@@ -80,11 +81,20 @@ async def _families(context: ApiContext) -> list[Family]:
         processes.add_metric([role, str(is_alive).lower()], alive[role, is_alive])
     open_jobs = [job for job in jobs if not job.status.is_terminal][:MAX_JOBS_IN_DETAIL]
     rollout = [one.record for one in members if one.is_alive and isinstance(one.record, WorkerRecord)]
-    return [statuses, processes, *_of_workers(rollout), *await _of_jobs(context, open_jobs)]
+    return [statuses, processes, _players(jobs), *_of_workers(rollout), *await _of_jobs(context, open_jobs)]
+
+
+def _players(jobs: Sequence[JobRecord]) -> GaugeMetricFamily:
+    under_way = Counter(is_of_agents(job) for job in jobs if job.status in (JobStatus.STARTING, JobStatus.RUNNING))
+    found = GaugeMetricFamily("gspo_jobs_under_way", "Jobs that start or run, by who plays them", labels=["player"])
+    for player, count in (("rollout", under_way[False]), ("gateway", under_way[True])):
+        found.add_metric([player], count)
+    return found
 
 
 def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
-    """Counters of rollout workers since their start, and where the seconds of their episodes went."""
+    """Counters of rollout workers and gateways since their start, and where the seconds of their episodes went."""
+    waiting = GaugeMetricFamily("gspo_gateway_open_requests", "Requests of agents under way", labels=["worker"])
     held = GaugeMetricFamily("gspo_rollout_episodes", "Episodes that a worker holds", labels=["worker"])
     counts = CounterMetricFamily("gspo_rollout", "What rollout workers have done, by kind", labels=["worker", "kind"])
     seconds = CounterMetricFamily(
@@ -94,13 +104,15 @@ def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
         # Ids contain host names.
         worker = hashlib.blake2b(record.id.encode(), digest_size=4).hexdigest()
         held.add_metric([worker], record.num_episodes)
+        if record.kind == "gateway":
+            waiting.add_metric([worker], record.open_requests)
         for name, value in record.counters.items():
             where = name.removeprefix("time/")
             if where != name:
                 seconds.add_metric([worker, where.removesuffix("_s")], value)
             else:
                 counts.add_metric([worker, name], value)
-    return [held, counts, seconds]
+    return [held, waiting, counts, seconds]
 
 
 async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetricFamily]:
@@ -109,6 +121,11 @@ async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetr
     size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job_id"])
     deficit = GaugeMetricFamily(
         "gspo_ready_groups_deficit", "Groups that a running job's next step still lacks", labels=["job_id"]
+    )
+    short = GaugeMetricFamily(
+        "gspo_engine_seconds_short",
+        "Seconds by which more engines could shorten a running job's newest step",
+        labels=["job_id"],
     )
     newest = {
         name: GaugeMetricFamily(f"gspo_job_{name.replace('/', '_')}", text, labels=["job_id"])
@@ -123,7 +140,17 @@ async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetr
             wanted = int(job.spec_data.get("groups_per_step", 1))
             deficit.add_metric([job.id], max(0, wanted - len(await context.bus.ready_groups(job.id))))
         rows = await context.store.metrics.read(job.id, job.step)
+        if job.status is JobStatus.RUNNING and rows and (seconds := _engine_seconds_short(rows[-1])) is not None:
+            short.add_metric([job.id], seconds)
         for name, family in newest.items():
             if rows and name in rows[-1]:
                 family.add_metric([job.id], rows[-1][name])
-    return [steps, groups, size, deficit, *newest.values()]
+    return [steps, groups, size, deficit, short, *newest.values()]
+
+
+def _engine_seconds_short(row: Mapping[str, float]) -> float | None:
+    """How long the trainer waited for groups, as far as episodes spent their time in engines. None if not told."""
+    engine_s, *others_s = (row.get(f"time/episode_{part}_s", 0.0) for part in ("engine", "env", "queue"))
+    if "time/wait_s" not in row or not (total_s := engine_s + sum(others_s)):
+        return None
+    return row["time/wait_s"] * engine_s / total_s

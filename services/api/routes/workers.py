@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
-from services.api.http.paging import after_id
+from services.api.http.listing import after_id
 from services.api.http.presence import Member, Role
 from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page

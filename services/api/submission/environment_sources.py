@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
-from gspo_core.job_spec import FreeForm
+from gspo_core.documented import FreeForm
 from gspo_core.outbound import MAX_URL_CHARS, Network, check_url
+from gspo_core.spec import AgentSpec
 from services.hosts.named_urls import check_urls, urls_in
 
 
@@ -126,8 +127,12 @@ def _adapter(ref: str, further: FreeForm, url: str | None, own: FreeForm) -> Loa
     return Loadable(ref, own | further, url)
 
 
-def judge(found: Loadable, networks: Sequence[Network]) -> None:
+def judge(found: Loadable, agent: AgentSpec | None, networks: Sequence[Network]) -> None:
     """Raises AddressRefused. May ask a resolver: call it in a thread."""
+    if agent is not None and agent.url is not None:
+        check_url(agent.url, networks)
+    if agent is not None and agent.judge is not None:
+        check_url(agent.judge.url, networks)
     if found.url is not None:
         check_url(found.url, networks)
     check_urls(found.config, networks)

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gspo_core.judge_spec import JudgeSpec
 from gspo_core.model_files import problem_of
 from gspo_core.spec import JobSpec
+from services.api.http.errors import RequestRefused
+from services.api.views.store_views import MemoryPlanView
 from services.files.data_dir import HubName
 
 
@@ -35,6 +38,8 @@ def look(spec: JobSpec) -> Visible:
         param = f"environments[{place}].ref"
         if entry.agent is not None:
             found.unchecked.append(f"{param}: whether a gateway can load and start the agent of {entry.ref}")
+            if entry.agent.judge is not None:
+                found.unchecked.append(_of_judge(f"environments[{place}].agent.judge", entry.agent.judge))
             if ":" in entry.ref:
                 _look_at_class(param, entry.ref, found)
             continue
@@ -46,6 +51,26 @@ def look(spec: JobSpec) -> Visible:
         what = f"whether rollout workers can load {entry.ref}, and its prompts fit the model's context"
         found.unchecked.append(f"{param}: {what}; `gspo env validate --model` tries it")
     return found
+
+
+def plan_memory(spec: JobSpec, gpus: str) -> MemoryPlanView:
+    """Whether the learner fits `gpus`. Reads the model's configuration."""
+    from gspo_core.plan import UnknownShape, parse_machines, plan_job, plan_view  # few submissions are dry runs
+
+    try:
+        return MemoryPlanView.model_validate(plan_view(plan_job(spec, parse_machines(gpus))))
+    except UnknownShape as error:
+        raise RequestRefused(422, "validation_failed", f"no plan: {error}", param="model") from error
+    except ValueError as error:
+        raise RequestRefused(422, "validation_failed", str(error), param="gpus") from error
+
+
+def _of_judge(param: str, judge: JudgeSpec) -> str:
+    key = "" if judge.key is None else f", whether gateways have the key {judge.key} for it (GSPO_JUDGE_KEYS)"
+    tasks = ", whether tasks have the fields of its prompt" if judge.asks_for_task else ""
+    return (
+        f"{param}: whether {judge.model} answers at {judge.url}{key}{tasks}; nobody asks it before an agent has ended"
+    )
 
 
 def _look_at_model(model: Path, found: Visible) -> None:

@@ -9,16 +9,17 @@ where jobs run: what it misses is for a rollout worker to judge. It knows no rou
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gspo_core.model_files import problem_of
 from gspo_core.spec import JobSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused
 from services.api.submission.environment_refs import pin, pinned_as
 from services.files.data_dir import HubDir, HubKind, HubName, commit_of
+from services.files.job_records import JobRecords
 from services.state.store import JobConflict, JobNotFound, JobRecord
 from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
@@ -29,12 +30,19 @@ Spec = TypeVar("Spec", bound=JobSpec)
 
 
 async def submit(
-    context: ApiContext, spec: JobSpec, caller: Caller, *, key: str | None, job_id: str, is_repetition: bool = False
+    context: ApiContext,
+    spec: JobSpec,
+    caller: Caller,
+    *,
+    key: str | None,
+    job_id: str,
+    is_repetition: bool = False,
+    bring: Callable[[JobSpec, str], Awaitable[None]] | None = None,
 ) -> JobRecord:
     """A new job under ``job_id``, or the earlier one of the same key.
 
-    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises RequestRefused,
-    JobConflict.
+    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. ``bring``: what it needs
+    of others, where the request has more to say of that than the specification. Raises RequestRefused, JobConflict.
     """
     spec = await asyncio.to_thread(pin_model, spec, context.hub)
     # Keys of different callers never meet: the same text from another caller neither sees nor blocks this job.
@@ -44,17 +52,45 @@ async def submit(
         return await context.store.jobs.create(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
 
     held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
+    if spec.recorded is not None:
+        from services.api.submission.recording import completed  # few jobs are trained on recorded episodes
+
+        spec = await completed(context, spec, caller, held)
     if held is None:
-        await check_model(context, spec.model)
+        # An earlier request of this key may have got no further than what it brought.
+        job_id = (await context.store.jobs.under(own_key) if own_key else None) or job_id
+        await check_model(context, spec)
         pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+        await (_bring(context, spec, caller, job_id) if bring is None else bring(spec, job_id))
+        unused = JobRecords(context.history.job_dir(job_id))
         try:
-            return await create(pinned)
+            made = await create(pinned.named())
         except JobConflict:
+            await asyncio.to_thread(unused.forget_prepared)
             # A request sent at the same time may have found other versions.
             held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
             if held is None:
                 raise
-    return await create(model_as(pinned_as(spec, held), held))
+        except Exception:
+            if own_key is None:  # nobody can ask for it again
+                await asyncio.to_thread(unused.forget_prepared)
+            raise
+        else:
+            if made.id != job_id:
+                await asyncio.to_thread(unused.forget_prepared)
+            return made
+    return await create(named_as(model_as(pinned_as(spec, held), held), held))
+
+
+async def _bring(context: ApiContext, spec: JobSpec, caller: Caller, job_id: str) -> None:
+    if spec.parent is not None:
+        from services.api.submission.forking import bring_parent  # few jobs are forks
+
+        await bring_parent(context, spec, caller, job_id, {})
+    if spec.recorded is not None:
+        from services.api.submission.recording import bring_recorded
+
+        await bring_recorded(context, spec, caller, job_id, {})
 
 
 async def _made_before(
@@ -89,17 +125,26 @@ def model_as(spec: Spec, held: JobRecord) -> Spec:
     return spec
 
 
+def named_as(spec: Spec, held: JobRecord) -> Spec:
+    """With the name of the earlier job's objective: an earlier release stored none."""
+    objective = held.spec_data.get("objective", {})
+    return spec.with_name(objective.get("name"))
+
+
 def _repository(directory: Path) -> tuple[Path, str]:
     return directory.parent, directory.name.rpartition("@")[0]
 
 
-async def check_model(context: ApiContext, model: str) -> None:
+async def check_model(context: ApiContext, spec: JobSpec) -> None:
     """Refuses a model that cannot be trained, if a process that sees its files says so. Raises RequestRefused."""
-    seen_here = await asyncio.to_thread(problem_of, Path(model))
+    model = spec.model
+    from gspo_core.model_files import refusal_of  # most processes read more than they submit
+
+    seen_here = await asyncio.to_thread(refusal_of, Path(model), spec.chat.calls)
     if seen_here is None:
         return
     try:
-        seen_there = await _ask_a_worker(context, model)
+        seen_there = await _ask_a_worker(context, spec)
     except (NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed):
         if await asyncio.to_thread(Path(model).is_dir):
             raise _model_refused(seen_here) from None
@@ -110,10 +155,12 @@ async def check_model(context: ApiContext, model: str) -> None:
         raise _model_refused(f"{seen_there} (where rollout workers run){advice}")
 
 
-async def _ask_a_worker(context: ApiContext, model: str) -> str | None:
+async def _ask_a_worker(context: ApiContext, spec: JobSpec) -> str | None:
     if not any(one.role == "rollout" and one.is_alive for one in await context.presence.members()):
         raise NoWorkerThere
-    found = await context.worker_requests.ask({"do": "model", "model": model}, LOOK_AT_MODEL_S)
+    found = await context.worker_requests.ask(
+        {"do": "model", "model": spec.model, "calls": spec.chat.calls}, LOOK_AT_MODEL_S
+    )
     return None if found["problem"] is None else str(found["problem"])
 
 

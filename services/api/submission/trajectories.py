@@ -18,8 +18,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from gspo_core.codec import SegmentRejected, decode, encode
+from gspo_core.invariants import InvalidValue
 from gspo_core.spec import JobSpec
-from gspo_core.types import EpisodeKey, InvalidValue, Outcome, Segment, StopReason
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 
 MAX_ITEMS, MAX_TOKENS, MAX_METRICS = 64, 200_000, 64
 _LARGEST_ID = 2**31 - 1

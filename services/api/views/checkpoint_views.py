@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
 from gspo_core.staleness import Position
 from services.api.views.store_views import View
-from services.files.checkpoint_storage import Stored
-from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 
 
@@ -48,30 +48,54 @@ class CheckpointDetail(CheckpointView):
     export: ExportView
 
 
-def checkpoints_of(job: JobDir) -> list[CheckpointView]:
-    """The newest first."""
-    store = CheckpointStore(job)
-    found = (_view(store, job.id, position) for position in reversed(store.positions()))
+@dataclass(frozen=True)
+class CheckpointPlace:
+    """A checkpoint that was not looked at yet."""
+
+    id: str
+    at: Position
+
+
+def places_of(job: JobDir) -> list[CheckpointPlace]:
+    """The newest first, by their names alone."""
+    from services.files.checkpoints import CheckpointStore  # the pages of most jobs are read without
+
+    return [CheckpointPlace(_id(job.id, at), at) for at in reversed(CheckpointStore(job).positions())]
+
+
+def described_of(job: JobDir, places: Iterable[CheckpointPlace]) -> list[CheckpointView]:
+    """Those of a page alone are looked at: a job may keep as many as it likes."""
+    found = (described(job, one.at) for one in places)
     return [one for one in found if one is not None]
 
 
-def files_of(stored: Stored) -> list[CheckpointFile]:
-    files = [CheckpointFile(path=file.path, size_bytes=file.size_bytes) for file in stored.files]
-    return sorted(files, key=lambda one: one.path)
+def described(job: JobDir, at: Position) -> CheckpointView | None:
+    """None if there is none, or the trainer has just removed it."""
+    from services.files.checkpoints import CheckpointStore
 
-
-def _view(store: CheckpointStore, job: str, position: Position) -> CheckpointView | None:
-    """None if the trainer has just removed it."""
     try:
-        stored = store.describe(position)
+        stored = CheckpointStore(job).describe(at)
     except FileNotFoundError:
         return None
     changed = datetime.fromtimestamp(stored.changed_at, UTC)
     return CheckpointView(
-        id=f"{job}/{position.epoch}/{position.step}",
-        job_id=job,
-        epoch=position.epoch,
-        step=position.step,
+        id=_id(job.id, at),
+        job_id=job.id,
+        epoch=at.epoch,
+        step=at.step,
         created_at=changed.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         size_bytes=sum(file.size_bytes for file in stored.files),
     )
+
+
+def files_of(job: JobDir, at: Position) -> list[CheckpointFile]:
+    """Raises FileNotFoundError."""
+    from services.files.checkpoints import CheckpointStore
+
+    stored = CheckpointStore(job).describe(at)
+    files = [CheckpointFile(path=file.path, size_bytes=file.size_bytes) for file in stored.files]
+    return sorted(files, key=lambda one: one.path)
+
+
+def _id(job: str, at: Position) -> str:
+    return f"{job}/{at.epoch}/{at.step}"

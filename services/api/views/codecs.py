@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from gspo_core.log.transcript import TranscriptCodec
 from gspo_core.spec import JobSpec
-from services.api.views.transcript import TranscriptCodec
 from services.files.job_dir import JobsDir
 from services.files.weights import WeightStore
 from services.state.jobs import JobRecord

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from gspo_core.advantage import episode_advantages
+from pydantic import ConfigDict, JsonValue
+
+from gspo_core.log.transcript import ShownTurn, TokenColumns
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
-from gspo_core.types import EpisodeKey, Group, Segment, Trajectory
+from gspo_core.types import EpisodeKey, Evidence, Group, Segment, Trajectory
 from services.api.views.store_views import View
-from services.api.views.transcript import ShownTurn, TokenColumns
 from services.files.batch_log import LoggedBatch
 from services.state.queue import EpisodeView, GroupView, Stage
 
@@ -29,7 +29,8 @@ class EpisodeSummary(View):
     """`JOB/GROUP/MEMBER`, the same in logs and in Redis; `/v1/episodes/` + id shows it."""
     member: int
     status: str
-    """`queued`, `running`, `done` (waits for its group or for the trainer), `given_up`, `trained`."""
+    """`queued`, `running`, `waiting` (for its reward), `done` (waits for its group or for the trainer), `given_up`,
+    `trained`."""
     attempt: int
     """Counts from 0; a new attempt starts the episode again."""
     worker: str | None
@@ -48,6 +49,10 @@ class EpisodeSummary(View):
     """Tokens that the policy sampled."""
     versions: list[int]
     """The versions that sampled its tokens."""
+    users: list[str]
+    """In whose names its turns were asked for, as far as the requests of its agent said."""
+    is_erased: bool
+    """What was read and said in it is gone; its lengths, versions and rewards are not."""
     timings: dict[str, float]
     """Seconds until the newest segment, over all workers that had it: `engine_s`, `env_s`, `queue_s` (no engine could
     take a request, or the environment had no place), `store_s`."""
@@ -80,6 +85,9 @@ class GroupSummary(View):
 class EpisodeDetail(EpisodeSummary):
     """One episode with its turns."""
 
+    # The parts of a turn are no models: only so are the texts under their fields found.
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     job_id: str
     group: int
     split: str
@@ -92,24 +100,40 @@ class EpisodeDetail(EpisodeSummary):
     turns: list[ShownTurn]
     """Each turn with the messages that led to it (`messages`), the policy's words (`text`, `reasoning`, `calls`), the
     place of its tokens (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling
-    it, `env_s` for the environment's answer before it, `queue_s` for waiting; null where none were recorded)."""
+    it, `env_s` for the environment's answer before it, `queue_s` for waiting; null where none were recorded). `parent`
+    is the turn that it goes on from, `reason` why it began a branch, `shared_tokens` how many of its first tokens an
+    earlier branch has too (`messages` are the others), `is_trained` false where nobody ever had the turn. `request`
+    tells how an agent asked for it: `dialect`, `model`, `num_messages`, `num_new_messages`, `num_repeats`."""
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
+    evidence: dict[str, JsonValue]
+    """What its reward was made from, by name (`task`, `result`, `judge`, `messages`, `state.NAME`), as far as it was
+    kept."""
+    evidence_left_out: dict[str, str]
+    """What was not kept of it, with the reason."""
     tokens: TokenColumns | None
     """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
     `ratio`: how much more probable the token was in training than in sampling; null where unknown."""
 
 
+def evidence_view(evidence: Evidence) -> dict[str, JsonValue]:
+    """Values of types that JSON lacks are shown as they are stored."""
+    return {name: json.loads(text) for name, text in evidence.told.items()}
+
+
 def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:
     """Every group of a batch, with the advantages that the trainer gave its members."""
-    advantages = {} if spec is None else episode_advantages(batch.groups, spec.objective.advantage)
-    return [_trained_group(job, group, batch.position, advantages) for group in batch.groups]
+    from gspo_core.log.advantages import logged_advantages  # few processes show what was trained
+
+    advantages = {} if spec is None else logged_advantages(batch, spec)
+    return [_trained_group(job, group, batch, advantages) for group in batch.groups]
 
 
 def _trained_group(
-    job: str, group: Group, position: Position, advantages: Mapping[EpisodeKey, float | None]
+    job: str, group: Group, batch: LoggedBatch, advantages: Mapping[EpisodeKey, float | None]
 ) -> GroupSummary:
     rewards = [reward for reward in group.rewards if reward is not None]
+    position, erased = batch.position, batch.erased
     return GroupSummary(
         id=f"{job}/{group.group}",
         job_id=job,
@@ -123,11 +147,14 @@ def _trained_group(
         epoch=position.epoch,
         reward_mean=statistics.fmean(rewards) if rewards else None,
         reward_std=statistics.pstdev(rewards) if rewards else None,
-        episodes=[trained_episode(one, advantages.get(one.key)) for one in group],
+        episodes=[
+            trained_episode(one, advantages.get(one.key), is_erased=(group.group, one.key.member) in erased)
+            for one in group
+        ],
     )
 
 
-def trained_episode(trajectory: Trajectory, advantage: float | None) -> EpisodeSummary:
+def trained_episode(trajectory: Trajectory, advantage: float | None, *, is_erased: bool) -> EpisodeSummary:
     outcome = trajectory.outcome
     return EpisodeSummary(
         id=str(trajectory.key),
@@ -146,6 +173,8 @@ def trained_episode(trajectory: Trajectory, advantage: float | None) -> EpisodeS
         num_tokens=sum(segment.num_tokens for segment in trajectory.segments),
         num_actions=trajectory.num_actions,
         versions=sorted(trajectory.versions),
+        users=_users(trajectory.segments),
+        is_erased=is_erased,
         timings=_timings_of_metrics(outcome.metrics),
     )
 
@@ -168,7 +197,13 @@ def open_group(job: str, group: GroupView) -> GroupSummary:
     )
 
 
-_STATUS = {Stage.QUEUED: "queued", Stage.HELD: "running", Stage.DONE: "done", Stage.DEAD: "given_up"}
+_STATUS = {
+    Stage.QUEUED: "queued",
+    Stage.HELD: "running",
+    Stage.WAITING: "waiting",
+    Stage.DONE: "done",
+    Stage.DEAD: "given_up",
+}
 
 
 def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -> EpisodeSummary:
@@ -192,8 +227,14 @@ def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -
         num_tokens=None if segments is None else sum(one.num_tokens for one in known),
         num_actions=None if segments is None else sum(one.num_actions for one in known),
         versions=sorted({one.version for one in known if one.num_actions}),
+        users=_users(known),
+        is_erased=False,
         timings=_timings_of_note(view.note) if outcome is None else _timings_of_metrics(outcome.metrics),
     )
+
+
+def _users(segments: Iterable[Segment]) -> list[str]:
+    return sorted({one.user for one in segments if one.user})
 
 
 def _timings_of_note(note: str) -> dict[str, float]:

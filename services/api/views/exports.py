@@ -12,7 +12,6 @@ from pathlib import Path
 from gspo_core.staleness import Position
 from services.api.views.checkpoint_views import ExportView
 from services.files.durable import remove_directory
-from services.files.export import ExportFailed, export_checkpoint
 from services.files.job_dir import JobDir
 
 # Each loads a model.
@@ -51,6 +50,8 @@ class Exports:
             task.cancel()
 
     async def _export(self, job_dir: JobDir, at: Position) -> None:
+        from services.files.export import ExportFailed, export_checkpoint  # few processes of the API ever export
+
         path = job_dir.export(at)
         try:
             async with self._room:

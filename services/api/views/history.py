@@ -1,15 +1,15 @@
 """The batches that a job was trained on, read from its logs for the viewer.
 
-One rule: only files of the job's lineage are shown. Of a step that several epochs took, the newest epoch holds; batches
-that an epoch logged beyond the point where a later one forked off are in no weights of today. Reading costs a thread
-and a bounded cache, and changes nothing.
+One rule: only files of the job's lineage are shown, as ``gspo_core.replay.past`` finds them: batches that an epoch
+logged beyond the point where a later one forked off are in no weights of today. Reading costs a thread and a bounded
+cache, and changes nothing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -20,7 +20,6 @@ from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group
 from services.files.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.files.job_dir import JobDir, JobsDir
-from services.files.trained_log import TrainedLog
 from services.state.jobs import JobRecord
 from services.state.keys import check_job_id
 
@@ -55,23 +54,30 @@ class TrainedHistory:
         self._batches = _Cache[LoggedBatch](CACHE_BYTES)
         self._indexes = _Cache[tuple[int, ...]](CACHED_INDEXES)
 
+    @property
+    def jobs_dir(self) -> JobsDir:
+        return self._jobs_dir
+
     def job_dir(self, job: str) -> JobDir:
         return self._jobs_dir.job(check_job_id(job))
 
     def positions(self, job: JobRecord) -> list[Position]:
-        """The batches of the job's lineage, the newest first."""
-        newest: dict[int, int] = {}
-        for epoch, step in BatchLog(self.job_dir(job.id)).steps():
-            # The step in training is logged before it counts.
-            if step <= job.step or epoch == job.epoch:
-                newest[step] = max(epoch, newest.get(step, epoch))
-        return [Position(newest[step], step) for step in sorted(newest, reverse=True)]
+        """The batches of the job's lineage, the newest first. Raises DamagedBatchLog."""
+        from gspo_core.replay.past import Past, PastError  # few requests look at what was trained
+
+        place = self.job_dir(job.id)
+        try:
+            found = Past(place.path).batches.values()
+        except PastError as error:
+            raise DamagedBatchLog(place.checkpoints, str(error)) from error
+        # The step in training is logged before it counts.
+        return sorted((at for at in found if at.step <= job.step or at.epoch == job.epoch), key=lambda at: -at.step)
 
     def batch(self, job: JobRecord, position: Position) -> LoggedBatch:
         """Raises BatchLogNotFound, DamagedBatchLog."""
         log = BatchLog(self.job_dir(job.id))
         path = log.path(position.epoch, position.step)
-        return self._batches.get(path, lambda: _read(log, position), lambda _: _size_of(path))
+        return self._batches.get(_bytes_of(path), lambda: _read(log, position), lambda _: log.size(*position))
 
     def groups_of(self, job: JobRecord, position: Position) -> tuple[int, ...]:
         log = BatchLog(self.job_dir(job.id))
@@ -80,14 +86,16 @@ class TrainedHistory:
 
     def trained(self, job: JobRecord, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
         """Log-probs of the sampled tokens when they were trained, by group and member; empty if unknown."""
+        from services.files.trained_log import TrainedLog  # few episodes are read token by token
+
         return TrainedLog(self.job_dir(job.id)).read(position.epoch, position.step)
 
     def find(self, job: JobRecord, group: int) -> tuple[Position, Group]:
         """The batch that trained a group. Raises GroupNotKept."""
-        groups_per_step = int(job.spec_data.get("groups_per_step", 1))
-        # Groups are trained roughly in the order of their numbers, so the search begins at the likely place.
-        near = group // groups_per_step + 1
-        for position in sorted(self.positions(job), key=lambda one: abs(one.step - near)):
+        positions = self.positions(job)[::-1]
+        near = self._near(job, positions, group)
+        for place in sorted(range(len(positions)), key=lambda place: abs(place - near)):
+            position = positions[place]
             try:
                 if group in self.groups_of(job, position):
                     found = [one for one in self.batch(job, position).groups if one.group == group]
@@ -95,6 +103,24 @@ class TrainedHistory:
             except (BatchLogNotFound, DamagedBatchLog):
                 continue
         raise GroupNotKept(job.id, group)
+
+    def _near(self, job: JobRecord, positions: Sequence[Position], group: int) -> int:
+        """Groups are trained roughly in the order of their numbers, so halving leads near the step of one, however many
+        groups were dropped on the way."""
+        begin, end = 0, len(positions)
+        while begin < end:
+            middle = (begin + end) // 2
+            try:
+                numbers = self.groups_of(job, positions[middle])
+            except (BatchLogNotFound, DamagedBatchLog):
+                numbers = ()
+            if group in numbers:
+                return middle
+            if numbers and max(numbers) < group:
+                begin = middle + 1
+            else:
+                end = middle
+        return begin
 
 
 def _read(log: BatchLog, position: Position) -> LoggedBatch:
@@ -104,12 +130,13 @@ def _read(log: BatchLog, position: Position) -> LoggedBatch:
         raise BatchLogNotFound(f"{log.path(position.epoch, position.step)} no longer exists") from None
 
 
-def _size_of(path: Path) -> int:
-    """The cost of a file in the cache; it may be gone from disk."""
+def _bytes_of(path: Path) -> Hashable:
+    """Names these very bytes: a log of which episodes are erased becomes another file of the same name."""
     try:
-        return path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
-        return 0
+        return path
+    return path, found.st_ino, found.st_mtime_ns
 
 
 class _Cache(Generic[Value]):

@@ -6,13 +6,13 @@ OpenAPI document. It reads nothing and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
-from gspo_core.spec import JobSpec
+from gspo_core.documented import Described
 from services.state.store import JobEvent, JobRecord, StatusReason
 
 
@@ -25,15 +25,12 @@ Item = TypeVar("Item")
 Listed = TypeVar("Listed", bound=Identified)
 
 
-class View(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class View(Described):
+    model_config = ConfigDict(frozen=True)
 
 
 class Page(View, Generic[Item]):
     """A part of a list; ask for the next with `after` = the id of its last item while `has_more`."""
-
-    # Its fields have none, and the search, which walks all loaded modules, would be made for every kind of item.
-    model_config = ConfigDict(use_attribute_docstrings=False)
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -60,10 +57,31 @@ class AttemptView(View):
     ended_at: str | None
     code: str | None
     """What ended it: `trainer_lost`, `process_lost`, `rank_lost`, `no_progress`, `data_unreadable`, `handed_over`,
-    `redis_unavailable`, `disk_full`, or the reason of the job's end."""
+    `yielded`, `redis_unavailable`, `disk_full`, or the reason of the job's end."""
     message: str | None
     step: int | None
     """Where the job was then."""
+
+
+class ParentView(View):
+    """The job that a job was forked from."""
+
+    job: str
+    step: int
+    same_batches: bool
+
+
+class RecordedView(View):
+    """The job whose recorded episodes a job is trained on."""
+
+    job: str
+    first: int | None
+    last: int | None
+    """Of its steps."""
+    traces: bool
+    """They are conversations of keys that talk."""
+    rewards: str | None
+    """Digest of the rewards that they were given in place of their own."""
 
 
 class JobView(View):
@@ -94,7 +112,43 @@ class JobView(View):
     """Live settings, which replace what was submitted."""
     attempts: list[AttemptView]
     """The last trainers that owned it, each with what ended it."""
+    parent: ParentView | None
+    recorded: RecordedView | None
+    """What it was forked from; null for a job that began with its model."""
     links: dict[str, str]
+
+
+class MemoryPhaseView(View):
+    """What a rank of the learner holds in one phase, in bytes by kind."""
+
+    phase: str
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+
+
+class MemoryPlanView(View):
+    """Whether a job fits given GPUs, under which settings, and what a step would cost."""
+
+    object: Literal["memory.plan"] = "memory.plan"
+    gpus: str
+    fits: bool
+    refusal: str | None
+    """Why it does not fit, and what would."""
+    learner: dict[str, int | str | bool]
+    """What `auto` becomes."""
+    usable_bytes: int
+    """Of each GPU."""
+    phases: list[MemoryPhaseView]
+    step_s: float
+    """Seconds of a step without rollouts, on the assumptions."""
+    assumptions: list[str]
+
+
+class PlannedJobView(JobView):
+    """A job, and with `gpus` what its learner takes of them."""
+
+    memory: MemoryPlanView | None = None
+    """On the `gpus` that were asked for."""
 
 
 class PlanView(View):
@@ -111,6 +165,8 @@ class PlanView(View):
     """What only trainers and rollout workers can tell."""
     estimate: dict[str, int]
     capacity: dict[str, int]
+    memory: MemoryPlanView | None = None
+    """Of the learner, on the `gpus` that were asked for."""
 
 
 class ConfigView(View):
@@ -170,6 +226,8 @@ def job_view(job: JobRecord) -> JobView:
         metadata=spec.get("metadata", {}),
         settings=dict(job.settings),
         attempts=[AttemptView(**asdict(one)) for one in job.attempts],
+        parent=_parent(spec["parent"]) if spec.get("parent") else None,
+        recorded=RecordedView(**spec["recorded"]) if spec.get("recorded") else None,
         links={name: f"/v1/jobs/{job.id}{path}" for name, path in _LINKS.items()} | {"ui": f"/ui/#/jobs/{job.id}"},
     )
 
@@ -180,7 +238,7 @@ _LINKS = {
         name: f"/{name}"
         for name in (
             *("config", "events", "metrics", "groups", "episodes", "versions", "checkpoints", "environments"),
-            *("pause", "resume", "cancel"),
+            *("pause", "resume", "cancel", "fork"),
         )
     },
 }
@@ -197,6 +255,10 @@ def event_view(event: JobEvent) -> EventView:
     return EventView(id=event.id, type=event.type, created_at=event.created_at, data=event.data)
 
 
+def _parent(at: Mapping[str, Any]) -> ParentView:
+    return ParentView(job=at["job"], step=at["step"], same_batches=at["same_batches"])
+
+
 def page(items: Sequence[Listed], limit: int) -> Page[Listed]:
     """A page of `items`, which hold one more than `limit` where there are more."""
     shown = list(items[:limit])
@@ -207,14 +269,3 @@ def page(items: Sequence[Listed], limit: int) -> Page[Listed]:
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
     )
-
-
-def estimate(spec: JobSpec) -> dict[str, int]:
-    """Upper bounds, as far as the specification alone tells them."""
-    episodes = spec.groups_per_step * spec.rollout.group_size
-    limits = [spec.episode_limits(index) for index in range(len(spec.environments))]
-    return {
-        "episodes_per_step": episodes,
-        "max_episodes_in_flight": (spec.rollout.max_staleness + 1) * episodes,
-        "max_sampled_tokens_per_step": episodes * max(limit.max_episode_tokens for limit in limits),
-    }

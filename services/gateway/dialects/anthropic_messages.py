@@ -6,7 +6,7 @@ of the user may hold results of tools, which become messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
@@ -17,15 +17,17 @@ from services.gateway.dialects.fields import ANTHROPIC_MESSAGES
 from services.gateway.dialects.openai_chat import arguments_text
 from services.gateway.dialects.sent import Reader, Sent, Taken
 from services.gateway.sse import event
-from services.gateway.turns import Answer, Finish, Piece, Usage
+from services.gateway.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     500: "api_error",
     529: "overloaded_error",
 }
+_CHOICES: Mapping[str, ToolChoice] = {"auto": AUTO, "none": ToolChoice("none"), "any": ToolChoice("required")}
 _STOP_REASONS: Mapping[Finish, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -37,7 +39,8 @@ class AnthropicMessages:
     def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
         reader, sent = Reader(ANTHROPIC_MESSAGES), Sent(body)
         taken = reader.take(sent)
-        system, messages, tools = taken.get("system"), taken.need("messages"), taken.get("tools")
+        system, messages, sent_tools = taken.get("system"), taken.need("messages"), taken.get("tools")
+        tools = asks.distinct((one, _tool(reader, one)) for one in sent_tools.items()) if sent_tools else []
         read: list[Message] = [{"role": "system", "content": asks.read_text(reader, system)}] if system else []
         for one in messages.items():
             read += _messages(reader, one)
@@ -51,10 +54,12 @@ class AnthropicMessages:
             max_tokens = taken.need("max_tokens")
         ask = asks.make_ask(
             read,
-            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
+            tools,
+            _choice(reader, taken.get("tool_choice"), tools),
             None if max_tokens is None else max_tokens.count(),
             asks.read_stop(taken.get("stop_sequences")),
             headers,
+            taken.get("seed"),
         )
         stream = taken.get("stream")
         is_stream = stream is not None and stream.flag()
@@ -228,6 +233,20 @@ def _tool(reader: Reader, sent: Sent) -> ToolSchema:
     if kind is not None and kind.value != "custom":
         raise kind.fault("must be custom: no tool runs at the provider here")
     return asks.tool(taken.need("name"), taken.get("description"), taken.need("input_schema"))
+
+
+def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+    if sent is None:
+        return AUTO
+    taken = reader.take(sent)
+    kind, name = taken.need("type"), taken.get("name")
+    if kind.value == "tool":
+        choice = ToolChoice("required", (name or taken.need("name")).name())
+    elif kind.text() in _CHOICES:
+        choice = _CHOICES[kind.text()]
+    else:
+        raise kind.fault("must be auto, any, tool or none")
+    return asks.choose(sent, choice, tools)
 
 
 def _calls(answer: Answer) -> zip[tuple[str, ToolCall]]:

@@ -15,7 +15,7 @@ from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
 from services.gateway.dialects.sent import Reader, Sent
-from services.gateway.turns import Ask
+from services.gateway.turns import AUTO, Ask, ToolChoice
 
 MAX_KEY_CHARS = 256
 # Each is looked for in all that is sampled.
@@ -26,20 +26,26 @@ TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "re
 def make_ask(
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
+    choice: ToolChoice,
     max_tokens: int | None,
     stop: Sequence[str],
     headers: Mapping[str, str],
+    seed: Sent | None = None,
 ) -> Ask:
-    canonical = msgspec.json.encode([messages, tools, max_tokens, stop], order="sorted")
+    # Without a seed as before there were seeds: digests are kept over releases.
+    seeds = [] if seed is None else [seed.seed()]
+    canonical = msgspec.json.encode([messages, tools, choice, max_tokens, stop, *seeds], order="sorted")
     count = headers.get("x-stainless-retry-count", "0")
     return Ask(
         messages=tuple(messages),
         tools=tuple(tools),
+        choice=choice,
         max_tokens=max_tokens,
         stop=tuple(stop),
         digest=hashlib.sha256(canonical).hexdigest(),
         repeat_key=_repeat_key(headers),
         is_retry=count.isdecimal() and int(count) > 0,
+        seed=seeds[0] if seeds else None,
     )
 
 
@@ -98,6 +104,17 @@ def tool(name: Sent, description: Sent | None, parameters: Sent | None) -> ToolS
     if parameters is not None:
         schema["function"]["parameters"] = cast(ParameterSchema, parameters.object())
     return schema
+
+
+def choose(sent: Sent, choice: ToolChoice, tools: Sequence[ToolSchema]) -> ToolChoice:
+    """``choice`` if it can be had with these tools. Raises ``Refusal``."""
+    if choice.mode != "required":
+        return choice if tools else AUTO
+    if not tools:
+        raise sent.fault("asks for a call, and there are no tools")
+    if choice.name and choice.name not in (tool["function"]["name"] for tool in tools):
+        raise sent.fault(f"names {choice.name}, which is none of the tools")
+    return choice
 
 
 def distinct(tools: Iterable[tuple[Sent, ToolSchema]]) -> list[ToolSchema]:

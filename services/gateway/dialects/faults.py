@@ -30,6 +30,7 @@ _STATUSES: Mapping[RefusalKind, tuple[int, str]] = {
     RefusalKind.OVER_BUDGET: (400, "rollout_stopped"),
     RefusalKind.ENDED: (409, "episode_ended"),
     RefusalKind.TOO_LONG: (400, "context_length_exceeded"),
+    RefusalKind.TOO_MANY: (429, "too_many_requests"),
     RefusalKind.AWAY: (503, "unavailable"),
 }
 

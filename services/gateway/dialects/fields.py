@@ -11,7 +11,6 @@ from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read
 
 READ, HARMLESS = Read(), Harmless()
 NO_FORMAT = "asks for a form of answer that sampling is not held to here: ask for it in words, and leave this out"
-NO_CHOICE = "must be auto: whether and which tools are called is for the policy to learn"
 NO_SINGLE_CALLS = "cannot be asked for: the policy may call several tools in one turn"
 NO_STORE = "cannot be asked for: no answer is kept for a later request; send the whole conversation each time"
 NO_LOGPROBS = "cannot be asked for: log-probs are recorded for training, and are not given out"
@@ -28,13 +27,14 @@ _SAMPLING: dict[str, Rule] = {
     "top_p": Decided(),
     "top_k": Decided(),
     "min_p": Decided(),
-    "seed": Decided(),
     "frequency_penalty": Decided(0),
     "presence_penalty": Decided(0),
     "repetition_penalty": Decided(1),
     "reasoning_effort": Decided(),
     "verbosity": Decided(),
 }
+# Of the distribution that the job decides, which sample it is to be.
+_CHOSEN: dict[str, Rule] = {"seed": READ}
 # Who asks, what for, and how a provider may keep, bill or serve it.
 _BOOKKEEPING: dict[str, Rule] = {
     "user": HARMLESS,
@@ -58,6 +58,7 @@ _TEXT_PART: dict[str, Rule] = {
 OPENAI_CHAT: Fields = {
     "": {
         **_SAMPLING,
+        **_CHOSEN,
         **_BOOKKEEPING,
         "model": READ,
         "messages": READ,
@@ -70,7 +71,7 @@ OPENAI_CHAT: Fields = {
         "prediction": HARMLESS,
         "n": Only(1, why="must be 1: ask again for another answer"),
         "response_format": Only({"type": "text"}, why=NO_FORMAT),
-        "tool_choice": Only("auto", why=NO_CHOICE),
+        "tool_choice": READ,
         "parallel_tool_calls": Only(True, why=NO_SINGLE_CALLS),
         "store": Only(False, why=NO_STORE),
         "logprobs": Only(False, why=NO_LOGPROBS),
@@ -83,6 +84,8 @@ OPENAI_CHAT: Fields = {
         "web_search_options": Only(why=NO_SERVER_TOOLS),
         "moderation": Only(why=NO_SERVER_TOOLS),
     },
+    "tool_choice": {"type": READ, "function": READ},
+    "tool_choice.function": {"name": READ},
     "stream_options": {"include_usage": READ, "include_obfuscation": HARMLESS},
     "messages[]": {
         "role": READ,
@@ -115,6 +118,7 @@ OPENAI_CHAT: Fields = {
 OPENAI_RESPONSES: Fields = {
     "": {
         **_SAMPLING,
+        **_CHOSEN,
         **_BOOKKEEPING,
         "model": READ,
         "input": READ,
@@ -129,7 +133,7 @@ OPENAI_RESPONSES: Fields = {
         # It counts calls of tools that run at the provider.
         "max_tool_calls": HARMLESS,
         "include": Only([], ["reasoning.encrypted_content"], why="asks for data that no answer here has"),
-        "tool_choice": Only("auto", why=NO_CHOICE),
+        "tool_choice": READ,
         "parallel_tool_calls": Only(True, why=NO_SINGLE_CALLS),
         "store": Only(False, why=NO_STORE),
         "background": Only(False, why=NO_STORE),
@@ -144,6 +148,7 @@ OPENAI_RESPONSES: Fields = {
         "access_programs": Only(why=NO_SERVER_TOOLS),
         "image": Only(why=NO_OTHER_MEDIA),
     },
+    "tool_choice": {"type": READ, "name": READ},
     "text": {"format": Only({"type": "text"}, why=NO_FORMAT), "verbosity": Decided()},
     "input[]": {
         "type": READ,
@@ -181,6 +186,7 @@ OPENAI_RESPONSES: Fields = {
 ANTHROPIC_MESSAGES: Fields = {
     "": {
         **_SAMPLING,
+        **_CHOSEN,
         "model": READ,
         "messages": READ,
         "system": READ,
@@ -198,10 +204,15 @@ ANTHROPIC_MESSAGES: Fields = {
         "speed": HARMLESS,
         "user_profile_id": HARMLESS,
         "workspace_id": HARMLESS,
-        "tool_choice": Only({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}, why=NO_CHOICE),
+        "tool_choice": READ,
         "container": Only(why=NO_SERVER_TOOLS),
         "mcp_servers": Only([], why=NO_SERVER_TOOLS),
         "context_management": Only({"edits": []}, why=NO_CONTEXT_EDITS),
+    },
+    "tool_choice": {
+        "type": READ,
+        "name": READ,
+        "disable_parallel_tool_use": Only(False, why=NO_SINGLE_CALLS),
     },
     "output_config": {"effort": Decided(), "format": Only(why=NO_FORMAT)},
     "system[]": _TEXT_PART,
@@ -236,3 +247,5 @@ ANTHROPIC_MESSAGES: Fields = {
 }
 # Of the gateway itself: the reward of an episode.
 EPISODE: Fields = {"": {"reward": READ, "turn": READ, "token": READ}}
+# A gateway tells another whether its client has an answer.
+RECEIPT: Fields = {"": {"turn": READ, "delivered": READ}}

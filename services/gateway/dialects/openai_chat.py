@@ -6,7 +6,7 @@ as ``reasoning_content``, as other servers of open models do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -18,12 +18,13 @@ from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_CHAT
 from services.gateway.dialects.sent import Reader, Sent, Taken
 from services.gateway.sse import COMMENT, event
-from services.gateway.turns import Answer, Piece, Usage
+from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
     409: "conflict_error",
+    429: "rate_limit_error",
     500: "api_error",
     503: "unavailable_error",
 }
@@ -35,14 +36,16 @@ class OpenAIChat:
         taken = reader.take(sent)
         messages = taken.need("messages")
         read = [_message(reader, one) for one in messages.items()]
-        tools = taken.get("tools")
-        max_tokens = _max_tokens(taken)
+        sent_tools = taken.get("tools")
+        tools = asks.distinct((one, _tool(reader, one)) for one in sent_tools.items()) if sent_tools else []
         ask = asks.make_ask(
             asks.not_empty(read, messages),
-            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
-            max_tokens,
+            tools,
+            _choice(reader, taken.get("tool_choice"), tools),
+            _max_tokens(taken),
             asks.read_stop(taken.get("stop")),
             headers,
+            taken.get("seed"),
         )
         stream = taken.get("stream")
         return Question(
@@ -215,6 +218,34 @@ def _tool(reader: Reader, sent: Sent) -> ToolSchema:
         raise kind.fault("must be function: there are no other tools here")
     function = reader.take(taken.need("function"))
     return asks.tool(function.need("name"), function.get("description"), function.get("parameters"))
+
+
+def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+    if sent is None:
+        return AUTO
+    if isinstance(sent.value, str):
+        return asks.choose(sent, said_choice(sent), tools)
+    needs_function(sent)
+    function = reader.take(reader.take(sent).need("function"))
+    return asks.choose(sent, ToolChoice("required", function.need("name").name()), tools)
+
+
+def said_choice(sent: Sent) -> ToolChoice:
+    """A choice in one word, as both dialects of OpenAI have it."""
+    if sent.value == "none":
+        return ToolChoice("none")
+    if sent.value == "required":
+        return ToolChoice("required")
+    if sent.value != "auto":
+        raise sent.fault("must be auto, none, required or a function")
+    return AUTO
+
+
+def needs_function(sent: Sent) -> None:
+    """Of the other kinds of choices, only that of a function can be acted on."""
+    kind = sent.object().get("type")
+    if kind != "function":
+        raise sent.fault(f"is of type {kind}, which cannot be acted on: it may be auto, none, required or a function")
 
 
 def _calls(answer: Answer) -> list[dict[str, JSON]]:

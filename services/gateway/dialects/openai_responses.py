@@ -7,7 +7,7 @@ comments reset no timer of clients that count events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
@@ -15,10 +15,10 @@ from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_RESPONSES
-from services.gateway.dialects.openai_chat import arguments_text, error
+from services.gateway.dialects.openai_chat import arguments_text, error, needs_function, said_choice
 from services.gateway.dialects.sent import Reader, Sent, Taken
 from services.gateway.sse import event
-from services.gateway.turns import Answer, Piece, Usage
+from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
 
 class OpenAIResponses:
@@ -38,12 +38,15 @@ class OpenAIResponses:
         options, max_tokens, stream = taken.get("text"), taken.get("max_output_tokens"), taken.get("stream")
         if options is not None:
             reader.take(options)
+        functions = asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else []
         ask = asks.make_ask(
             messages,
-            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
+            functions,
+            _choice(reader, taken.get("tool_choice"), functions),
             None if max_tokens is None else max_tokens.count(),
             [],
             headers,
+            taken.get("seed"),
         )
         is_stream = stream is not None and stream.flag()
         return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
@@ -259,6 +262,15 @@ def _tool(reader: Reader, sent: Sent) -> ToolSchema:
     return asks.tool(taken.need("name"), taken.get("description"), taken.get("parameters"))
 
 
+def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+    if sent is None:
+        return AUTO
+    if isinstance(sent.value, str):
+        return asks.choose(sent, said_choice(sent), tools)
+    needs_function(sent)
+    return asks.choose(sent, ToolChoice("required", reader.take(sent).need("name").name()), tools)
+
+
 def _response(question: Question, heading: Heading, answer: Answer | None) -> dict[str, JSON]:
     """The response; without an answer, one that is in progress."""
     body = question.body
@@ -278,7 +290,7 @@ def _response(question: Question, heading: Heading, answer: Answer | None) -> di
         "previous_response_id": None,
         "store": False,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "truncation": "disabled",
         "usage": None,

@@ -72,6 +72,12 @@ class Sent:
             raise self.fault("must be a whole number above 0")
         return self.value
 
+    def seed(self) -> int:
+        """Any number of 64 bits, as OpenAI has it."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or not -(2**63) <= self.value < 2**63:
+            raise self.fault("must be a whole number of at most 64 bits")
+        return self.value
+
     def flag(self) -> bool:
         if not isinstance(self.value, bool):
             raise self.fault("must be true or false")

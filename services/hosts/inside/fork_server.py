@@ -22,14 +22,16 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gspo_core import descendants
+from environments.sandbox import door
+from gspo_core import descendants, landlock
 from gspo_core.env import AgentStart, Environment, InvalidEnvironment, load_environment
 from gspo_core.outbound import guard_connections, parse_networks
-from services.hosts import wire
+from services.hosts import scratch, wire
 from services.hosts.inside import limits as bounds
 from services.hosts.inside.sessions import serve
-from services.hosts.inside.traits import describe, hosting_of
+from services.hosts.inside.traits import describe, hosting_of, require_sandboxes
 from services.hosts.mark import Mark
+from services.hosts.walls import filesystem
 
 WATCH_S = 0.2
 # Descriptors of one request to fork: the connection, the mark.
@@ -52,10 +54,12 @@ def run(control: int, parent: int) -> None:
     order = _read_order(connection)
     loaded = _load(connection, order)
     if loaded is not None:
-        descendants.outlive_parent()
+        if not order["is_walled"]:  # there it has nothing to clean up: its files go with it
+            descendants.outlive_parent()
         descendants.adopt_orphans()
-        os.mkdir(order["scratch"], mode=0o700)
-        ForkServer(connection, *loaded, order).run()
+        lock = scratch.make(order["scratch"])
+        scratch.sweep(Path(order["scratch"]).parent)
+        ForkServer(connection, *loaded, order, lock).run()
 
 
 def _read_order(connection: socket.socket) -> wire.Order:
@@ -83,9 +87,13 @@ def _load(connection: socket.socket, order: wire.Order) -> tuple[Environment, wi
 def _environment(order: wire.Order) -> tuple[Environment, wire.HostLimits]:
     if (networks := order["networks"]) is not None:
         guard_connections(parse_networks(networks))
+    if (door_at := order["door"]) is not None:
+        door.open_to(door_at)
     agent = order.get("agent")
     start = None if agent is None else AgentStart.from_json(agent)
     environment = load_environment(order["ref"], order["config"], agent=start)
+    if door_at is not None:
+        require_sandboxes(environment)
     return environment, hosting_of(environment, order["hosting"])
 
 
@@ -98,7 +106,9 @@ class ForkServer:
         environment: Environment,
         limits: wire.HostLimits,
         order: wire.Order,
+        lock: int,
     ) -> None:
+        self._lock = lock
         self._connection = connection
         self._environment = environment
         self._limits = limits
@@ -144,12 +154,12 @@ class ForkServer:
 
     def _fork(self, number: int) -> None:
         connection, mark = (self._descriptors.popleft() for _ in range(_NUM_DESCRIPTORS))
-        scratch = tempfile.mkdtemp(dir=self._order["scratch"])
+        folder = tempfile.mkdtemp(dir=self._order["scratch"])
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_child(server, scratch, connection, mark)
+                self._become_child(server, folder, connection, mark)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -160,21 +170,25 @@ class ForkServer:
             os.setpgid(pid, pid)
         os.close(connection)
         os.close(mark)
-        self._children[pid] = _Child(number, scratch, bounds.resident_bytes(pid))
+        self._children[pid] = _Child(number, folder, bounds.resident_bytes(pid))
         self._report({"forked": number, "pid": pid})
 
-    def _become_child(self, server: int, scratch: str, connection: int, mark: int) -> None:
+    def _become_child(self, server: int, folder: str, connection: int, mark: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._connection.close()
-        os.environ["TMPDIR"] = tempfile.tempdir = scratch
+        os.close(self._lock)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        if self._order["is_walled"]:
+            landlock.confine(filesystem.seen_by(folder), may_listen=self._order["may_listen"])
         if self._may_fork:
             _serve(self._environment, self._limits, server, connection, mark)
             os._exit(0)
         order = tempfile.TemporaryFile()  # noqa: SIM115 - inherited by what replaces this process
         order.write(json.dumps(self._order).encode())
         order.seek(0)
-        for descriptor in (connection, mark, order.fileno()):
+        door_at = self._order["door"]
+        for descriptor in (connection, mark, order.fileno(), *(() if door_at is None else (door_at,))):
             os.set_inheritable(descriptor, True)
         program = [sys.executable, "-m", "services.hosts.inside", "again"]
         os.execv(sys.executable, [*program, str(connection), str(mark), str(order.fileno())])  # noqa: S606
@@ -186,8 +200,11 @@ class ForkServer:
 
     def _watch_memory(self) -> None:
         most = self._limits.memory_mb << 20
+        # Only behind a wall is /proc short enough to be read so often.
+        is_walled, shared = self._order["is_walled"], bounds.shared_bytes(os.getpid()) if self._children else 0
         for pid, child in self._children.items():
-            if bounds.resident_bytes(pid) - child.base_bytes > most:
+            held = bounds.bytes_with_descendants(pid, shared) if is_walled else bounds.resident_bytes(pid)
+            if held - child.base_bytes > most:
                 child.over_memory = True
                 bounds.kill_group(pid)
 

@@ -14,9 +14,10 @@ import signal
 import sys
 from pathlib import Path
 
+from gspo_core import descendants
+from services.hosts.wire import HARD_MEMORY_FACTOR
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# The hard bound lies above the watched one: a process that allocates in small pieces is ended whole, with a reason.
-HARD_MEMORY_FACTOR = 1.5
 MAX_OPEN_FILES = 4096
 OVER_MEMORY_STATUS = 99
 """Exit status of a process that found it had used too much."""
@@ -45,6 +46,34 @@ def resident_bytes(pid: int) -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * _PAGE
+
+
+def bytes_with_descendants(pid: int, shared_before: int) -> int:
+    """Memory that a process holds for itself, and that everything holds which comes from it; what they share with each
+    other counts too, beyond the bytes that were shared before any session."""
+    below, more = {pid}, True
+    parents = descendants.parents()
+    while more:
+        found = {child for child, parent in parents.items() if parent in below} - below
+        below, more = below | found, bool(found)
+    # Shares: what a fork still has in common with its parent would otherwise count once for each.
+    own = sum(_told(child, "smaps_rollup", "Pss_Anon:") for child in below - {pid})
+    shared = sum(_told(one, "smaps_rollup", "Pss_Shmem:") for one in below) if len(below) > 1 else shared_bytes(pid)
+    return resident_bytes(pid) + own + max(0, shared - shared_before)
+
+
+def shared_bytes(pid: int) -> int:
+    """Memory of a process that others may hold as well, files of a disk left out."""
+    return _told(pid, "status", "RssShmem:")
+
+
+def _told(pid: int, file: str, name: str) -> int:
+    """Bytes; 0 if it is gone or this cannot be read."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def peak_bytes() -> int:

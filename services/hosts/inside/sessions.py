@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from gspo_core.env import AgentSession, Environment, EnvironmentFailed, Llm, Message, Session, Timeouts
+from gspo_core.env import AgentSession, Environment, EnvironmentFailed, Llm, Message, Session, Timeouts, Witness
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
@@ -115,12 +115,21 @@ class SessionServer(asyncio.Protocol):
             return {"result": result, "hung": session.is_stuck}
         return {"result": result, "metrics": dict(session.metrics), **await self._state(session)}
 
+    async def _handed_out(self, session: Session, request: wire.Request) -> wire.Reply:
+        return {"result": await cast(AgentSession, session).handed_out()}
+
     async def _ended(self, session: Session, request: wire.Request) -> wire.Reply:
         await cast(AgentSession, session).ended()
         return {"result": None, "metrics": dict(session.metrics)}
 
     async def _score(self, session: Session, request: wire.Request) -> wire.Reply:
-        return {"result": await session.score(), "metrics": dict(session.metrics)}
+        most_bytes = request.get("evidence_bytes", 0)
+        if not most_bytes or not isinstance(session, Witness):
+            return {"result": await session.score(), "metrics": dict(session.metrics)}
+        session.keep_evidence(most_bytes)
+        score, found = await session.score(), session.evidence
+        evidence = dict(found.told), dict(found.left_out)
+        return {"result": score, "metrics": dict(session.metrics), "evidence": evidence}
 
     async def _task(self, request: wire.Request) -> Mapping[str, JSON]:
         if "task" in request:

@@ -21,9 +21,11 @@ THREAD_SESSIONS = 16
 AGENTS_ELSEWHERE = 64
 HOSTING = "hosting"
 """The class attribute with which an author sets fields of ``HostLimits``."""
+IN_SANDBOXES = "runs_in_sandboxes"
+"""The class attribute that says: no code of a policy is run but in what ``environments.sandbox.door`` gives."""
 
 
-def hosting_of(environment: Environment, job: Mapping[str, int]) -> HostLimits:
+def hosting_of(environment: Environment, job: Mapping[str, int | str]) -> HostLimits:
     """The author's bounds, overridden by the job's. Raises ``InvalidEnvironment``."""
     home = getattr(environment, "home", None) or getattr(environment, "cls", None)
     author = getattr(home, HOSTING, {})
@@ -31,6 +33,16 @@ def hosting_of(environment: Environment, job: Mapping[str, int]) -> HostLimits:
         return HostLimits(**{**author, **job})
     except (TypeError, ValueError) as error:
         raise InvalidEnvironment(f"{environment.name}: {HOSTING}: {error}") from None
+
+
+def require_sandboxes(environment: Environment) -> None:
+    """Raises ``InvalidEnvironment``."""
+    home = getattr(environment, "home", None) or getattr(environment, "cls", None)
+    if not getattr(home, IN_SANDBOXES, False):
+        raise InvalidEnvironment(
+            f"{environment.name} may only run in the tiers process and wall: it does not say that whatever its policy "
+            f"writes is run in sandboxes ({IN_SANDBOXES} = True)"
+        )
 
 
 def describe(environment: Environment, limits: HostLimits) -> HostDescription:
@@ -46,6 +58,7 @@ def describe(environment: Environment, limits: HostLimits) -> HostDescription:
         tools=[{**tool} for tool in environment.tools],
         sessions_per_process=_sessions_per_process(environment, limits),
         max_processes=int(limits.max_processes),
+        memory_mb=int(limits.memory_mb),
         is_agent=isinstance(environment, AgentEnvironment),
     )
 
@@ -69,6 +82,8 @@ def _sessions_per_process(environment: Environment, limits: HostLimits) -> int:
         return 1  # whatever anyone says: a program's descendants end with the process
     if limits.sessions_per_process is not None:
         return int(limits.sessions_per_process)
+    if isinstance(environment, AgentEnvironment) and environment.start.pull:
+        return ASYNC_SESSIONS
     if isinstance(environment, AgentEnvironment) and environment.start.url is not None:
         return AGENTS_ELSEWHERE
     if is_async(environment):

@@ -51,7 +51,7 @@ register("save_snapshot", {}, function(keys, args)
   local token, episode, attempt, segments = args[1], args[2], tonumber(args[3]), tonumber(args[4])
   local state = read_episode(K, episode)
   if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
-    return refuse("FENCED", "snapshot of episode " .. episode)
+    return fence(state, "snapshot of episode " .. episode)
   end
   if attempt > state.attempt or segments ~= state.segments then
     return refuse("GAP", "snapshot of episode " .. episode .. " after segment " .. segments .. " of attempt " .. attempt
@@ -73,17 +73,18 @@ register("read_snapshot", READS, function(keys, args)
   return held and {held.attempt, held.segments, held.data}
 end)
 
--- worker, its token, episodes -> rows of those that are the worker's now: the ones that waited, and those that it held
+-- worker, its token, "epoch", episodes -> rows of those that are the worker's now: the ones that waited, and those that it held
 register("take", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local worker, token, taken = args[1], args[2], {}
   if token == "" then
     return refuse("FENCED", "taking episodes")
   end
-  for position = 3, #args do
+  local with_epoch = args[3] == "epoch"
+  for position = with_epoch and 4 or 3, #args do
     local episode = args[position]
     local state = read_episode(K, episode)
-    if state and not state.done and state.token == "" then
+    if state and not state.done and not state.waits and state.token == "" then
       redis.call("ZREM", K.queue, episode)
       state.token = token
       write_record(K.episodes, episode, state)
@@ -96,5 +97,5 @@ register("take", {}, function(keys, args)
   if #taken > 0 then
     write_record(K.holders, token, {worker = worker, request = "", episodes = {}})
   end
-  return describe(K, taken)
+  return describe(K, taken, with_epoch)
 end)

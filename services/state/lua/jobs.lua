@@ -82,7 +82,7 @@ local function finish(K, now)
     redis.call("HINCRBY", K.counters, "dropped_job_over", open)
   end
   redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders,
-    K.snapshots)
+    K.snapshots, K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines, K.posted)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
 end
 
@@ -234,6 +234,37 @@ register("change_settings", {}, function(keys, args)
   return version + 1
 end)
 
+-- now, reason code and message, the lowest epoch that it goes on with, the step that it goes on from ("" for where it
+-- ended), the version of the settings that the caller has seen, all live settings as JSON, where an epoch without a
+-- trainer forks off ("" for none), terminal states -> 1
+register("reopen", {}, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local now, step = args[1], args[5]
+  local status, held = unpack(redis.call("HMGET", K.job, "status", "settings"))
+  if not status then
+    return refuse("MISSING", "job")
+  end
+  if not contains(args, status, 9) then
+    return refuse("FORBIDDEN", status)
+  end
+  local version = number_of(K.job, "settings_version")
+  if version ~= tonumber(args[6]) then
+    return refuse("CONFLICT", "settings of version " .. version)
+  end
+  if args[7] ~= (held or "{}") then
+    redis.call("HSET", K.job, "settings_version", version + 1, "settings", args[7])
+  end
+  redis.call("HDEL", K.job, "finished_at", "cancel_manner", "furthest_step")
+  redis.call("HSET", K.job, "desired_state", "running", "barren_attempts", 0,
+    "epoch", math.max(number_of(K.job, "epoch"), tonumber(args[4])))
+  if step ~= "" then
+    redis.call("HSET", K.job, "step", step, "went_back", args[8])
+  end
+  redis.call("HSET", K.trainer, "token", "")
+  enter(K, status, "queued", now, args[2], args[3])
+  return 1
+end)
+
 -- A job whose attempts ended again and again without a new step ends with that, and with what ended the last one.
 local function give_up(K, status, now, attempts)
   finish(K, now)
@@ -272,8 +303,8 @@ register("claim", FREES, function(keys, args)
     give_up(K, status, now, max_attempts)
     return false
   end
-  redis.call("HSET", K.trainer, "token", token, "trainer", trainer, "beat", 0)
   local epoch = redis.call("HINCRBY", K.job, "epoch", 1)
+  redis.call("HSET", K.trainer, "token", token, "trainer", trainer, "beat", 0, "epoch", epoch)
   local attempt = redis.call("HINCRBY", K.job, "attempt", 1)
   begin_attempt(K, now, trainer, attempt, epoch)
   if counts then
@@ -314,6 +345,30 @@ register("release", FREES, function(keys, args)
   local status = redis.call("HGET", K.job, "status")
   if contains(args, status, 7) then
     enter(K, status, "queued", args[2], args[5], args[6])
+  else
+    revise(K)
+  end
+  return 1
+end)
+
+-- token, now, code and message of why, the states from which it may: back into the queue, behind those that wait
+register("yield", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local owner = redis.call("HGET", K.trainer, "token")
+  if not owner or owner == "" then
+    return 0
+  end
+  if owner ~= args[1] then
+    return refuse("FENCED", "yield of the trainer")
+  end
+  redis.call("HSET", K.trainer, "token", "")
+  end_attempt(K, args[2], args[3], args[4])
+  local status = redis.call("HGET", K.job, "status")
+  if contains(args, status, 5) then
+    -- The attempt does not count; those before it do.
+    redis.call("HSET", K.job, "barren_attempts", math.max(0, number_of(K.job, "barren_attempts") - 1))
+    redis.call("HINCRBY", K.job, "yields", 1)
+    enter(K, status, "queued", args[2], args[3], args[4])
   else
     revise(K)
   end
@@ -384,7 +439,7 @@ register("update_progress", FREES, function(keys, args)
   redis.call("HSET", K.job, "step", args[2], "policy_version", args[3])
   local furthest = redis.call("HGET", K.job, "furthest_step")
   if not furthest or tonumber(args[2]) > tonumber(furthest) then
-    redis.call("HSET", K.job, "furthest_step", args[2], "barren_attempts", 0)
+    redis.call("HSET", K.job, "furthest_step", args[2], "barren_attempts", 0, "yields", 0)
   end
   return 1
 end)

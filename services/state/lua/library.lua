@@ -2,11 +2,12 @@
 -- Rules: a function first checks everything, then writes, so a refusal never leaves half of a change;
 -- repeating a call changes nothing; a token is compared for equality, never for order.
 
--- KEYS as a table by name.
+-- KEYS as a table by name. A process of an earlier release names fewer of them: the others have the same beginning and the
+-- same hash tag.
 local function named(names, keys)
-  local by_name = {}
+  local by_name, beginning = {}, string.sub(keys[1], 1, -1 - #names[1])
   for position, name in ipairs(names) do
-    by_name[name] = keys[position]
+    by_name[name] = keys[position] or beginning .. name
   end
   return by_name
 end

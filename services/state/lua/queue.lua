@@ -1,5 +1,5 @@
 -- The queue of one job. An episode is named "group:member" and is in exactly one of these states: queued (in `queue`),
--- held (in `held`, its token is the worker's), done (its last segment is appended; the token stays, so that a resent
+-- held (in `held`, its token is the worker's), waiting for its reward (rewards.lua), done (its last segment is appended; the token stays, so that a resent
 -- last append is recognized), dead (done too, but without an outcome: it failed too often). A group is deleted with all
 -- that belongs to it by `commit`, and only by it.
 
@@ -67,7 +67,8 @@ local function delete_segments(K, episode, num_segments)
 end
 
 -- trainer token, group, size, split, task, environment, bytes to reserve for each episode, budget in bytes ("" for
--- none) -> 1, or 0 when the group exists
+-- none), the newest schema of segments that the trainer reads (absent: of an earlier release) -> 1, or 0 when the group
+-- exists
 register("dispatch", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, group, size, reserve, budget = args[1], args[2], tonumber(args[3]), tonumber(args[7]), tonumber(args[8])
@@ -82,7 +83,10 @@ register("dispatch", {}, function(keys, args)
     return refuse("FULL", "group " .. group .. ": " .. charged .. " of " .. args[8] .. " bytes are taken")
   end
   local sequence = redis.call("HINCRBY", K.meta, "sequence", 1)
-  write_record(K.groups, group, {size = size, done = 0, split = args[4], task = args[5], environment = args[6]})
+  write_record(K.groups, group, {
+    size = size, done = 0, split = args[4], task = args[5], environment = args[6], epoch = number_of(K.trainer, "epoch"),
+    reads = tonumber(args[9]) or 0
+  })
   for member = 0, size - 1 do
     local episode = group .. ":" .. member
     write_record(K.episodes, episode, {
@@ -96,7 +100,8 @@ register("dispatch", {}, function(keys, args)
   return 1
 end)
 
-local function describe(K, episodes)
+-- ``with_epoch``: workers of earlier releases do not ask for it, and expect no more.
+local function describe(K, episodes, with_epoch)
   local rows = {}
   for _, episode in ipairs(episodes) do
     local state = view_episode(K, episode)
@@ -105,7 +110,8 @@ local function describe(K, episodes)
     if group then
       rows[#rows + 1] = {
         group_name, member, state.attempt, state.segments, group.split, group.task, group.environment, group.size,
-        state.failures, state.note or ""
+        state.failures, state.note or "", with_epoch and (group.epoch or 0) or nil,
+        with_epoch and (group.reads or 0) or nil
       }
     end
   end
@@ -135,14 +141,15 @@ local function take(K, place, count)
   return episodes
 end
 
--- worker, its token, request, limit -> rows. A request that is asked again is answered again with the same episodes.
+-- worker, its token, request, limit, "epoch" -> rows. A request that is asked again is answered again with the same episodes.
 register("lease", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local worker, token, request, limit = args[1], args[2], args[3], tonumber(args[4])
+  local with_epoch = args[5] == "epoch"
   local packed = redis.call("HGET", K.holders, token)
   local holder = packed and unpacked(packed)
   if holder and holder.request == request then
-    return describe(K, holder.episodes)
+    return describe(K, holder.episodes, with_epoch)
   end
   local num_suspects = #redis.call("ZRANGE", K.queue, "-inf", "(" .. string.format("%.0f", WITH_TOKENS), "BYSCORE")
   local waiting, episodes = {}, {}
@@ -165,14 +172,14 @@ register("lease", {}, function(keys, args)
   if #episodes > 0 then
     write_record(K.holders, token, {worker = worker, request = request, episodes = episodes})
   end
-  return describe(K, episodes)
+  return describe(K, episodes, with_epoch)
 end)
 
 -- One append against the state as it will be after those before it: the write to make, nil for a resend, or a refusal.
 local function check_append(K, token, state, append, fresh)
   local name = append.episode .. ":" .. append.index
   if not state or token == "" or state.token ~= token or append.attempt < state.attempt then
-    return nil, refuse("FENCED", "append of segment " .. name)
+    return nil, fence(state, "append of segment " .. name)
   end
   if append.attempt > state.attempt or append.index > state.segments then
     return nil, refuse("GAP", "segment " .. name .. " of attempt " .. append.attempt .. ", the server holds "
@@ -199,6 +206,23 @@ local function check_append(K, token, state, append, fresh)
     state.note = append.note
   end
   return append
+end
+
+-- One world against the state as it will be after the appends before it: whether to write it, or a refusal. One that
+-- the episode has gone on from is a resend.
+local function check_world(token, state, world)
+  if not state or token == "" or state.token ~= token or world.attempt < state.attempt then
+    return false, fence(state, "snapshot of episode " .. world.episode)
+  end
+  if world.attempt > state.attempt or world.index > state.segments then
+    return false, refuse("GAP", "snapshot of episode " .. world.episode .. " after segment " .. world.index
+      .. " of attempt " .. world.attempt .. ", the server holds " .. state.segments .. " of attempt " .. state.attempt)
+  end
+  if world.index < state.segments or state.done then
+    return false
+  end
+  state.snapshot = #world.payload
+  return true
 end
 
 local function finish_episode(K, token, episode, is_dead)
@@ -243,15 +267,15 @@ local function store_segments(K, writes)
 end
 
 -- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload, note (what
--- can be looked at while the episode runs; no part of the segment).
--- All of it or nothing is written.
+-- can be looked at while the episode runs; no part of the segment). In the place of ``final``, "world" says that this is
+-- the world as it is after ``index`` segments; it replaces an older one. All of it or nothing is written.
 register("append", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local token, appends = args[1], {}
+  local token, appends, worlds = args[1], {}, {}
   for position = 2, #args, 8 do
     appends[#appends + 1] = {
       episode = args[position], attempt = tonumber(args[position + 1]), index = tonumber(args[position + 2]),
-      final = args[position + 3] == "1", version = tonumber(args[position + 4]), digest = args[position + 5],
+      final = args[position + 3] == "1", is_world = args[position + 3] == "world", version = tonumber(args[position + 4]), digest = args[position + 5],
       payload = args[position + 6], note = args[position + 7]
     }
   end
@@ -260,19 +284,26 @@ register("append", {}, function(keys, args)
     charged, stored = charged - charge(state), stored - stored_bytes(state)
   end
   for _, append in ipairs(appends) do
-    local write, refusal = check_append(K, token, states[append.episode], append, fresh)
+    local state, write, refusal = states[append.episode], nil, nil
+    if append.is_world then
+      write, refusal = check_world(token, state, append)
+      worlds[append.episode] = write and append or worlds[append.episode]
+    else
+      write, refusal = check_append(K, token, state, append, fresh)
+      writes[#writes + 1] = write
+    end
     if refusal then
       return refusal
     end
-    writes[#writes + 1] = write
   end
-  if #writes == 0 then
+  if #writes == 0 and next(worlds) == nil then
     return 0
   end
   local changed = {}
   for episode, state in pairs(states) do
     if state.done then
       drop_snapshot(K, episode, state)
+      drop_offer(K, episode)
     end
     charged, stored = charged + charge(state), stored + stored_bytes(state)
     changed[#changed + 1], changed[#changed + 2] = episode, pack_record(state)
@@ -280,6 +311,11 @@ register("append", {}, function(keys, args)
   write_fields(K.episodes, changed)
   account(K, charged, stored)
   store_segments(K, writes)
+  for episode, world in pairs(worlds) do
+    if not states[episode].done then
+      write_record(K.snapshots, episode, {attempt = world.attempt, segments = world.index, data = world.payload})
+    end
+  end
   for _, write in ipairs(writes) do
     if write.final then
       finish_episode(K, token, write.episode)
@@ -296,7 +332,7 @@ register("restart", {}, function(keys, args)
   local token, episode, attempt, num_kept = args[1], args[2], tonumber(args[3]), (#args - 4) / 3
   local state = read_episode(K, episode)
   if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
-    return refuse("FENCED", "restart of episode " .. episode .. " as attempt " .. attempt)
+    return fence(state, "restart of episode " .. episode .. " as attempt " .. attempt)
   end
   if attempt == state.attempt then
     return 0
@@ -311,6 +347,7 @@ register("restart", {}, function(keys, args)
       .. " on, where no world was kept")
   end
   delete_segments(K, episode, state.segments)
+  drop_offer(K, episode)
   local charged, stored = charge(state), stored_bytes(state)
   -- How far the old attempt came is remembered: a new one that does not get further is no progress.
   state.furthest = math.max(state.furthest, state.segments)
@@ -358,6 +395,8 @@ end)
 local function end_without_outcome(K, episode, state)
   local charged, stored, token = charge(state), stored_bytes(state), state.token
   drop_snapshot(K, episode, state)
+  stop_waiting(K, episode, state)
+  drop_offer(K, episode)
   state.done, state.dead, state.token = true, true, ""
   write_record(K.episodes, episode, state)
   account(K, charge(state) - charged, stored_bytes(state) - stored)
@@ -418,6 +457,8 @@ local function delete_group(K, name, group)
     local state = read_episode(K, episode) or bury(K, episode)
     charged, stored = charged + charge(state), stored + stored_bytes(state)
     drop_snapshot(K, episode, state)
+    stop_waiting(K, episode, state)
+    drop_offer(K, episode)
     delete_segments(K, episode, state.segments)
     redis.call("HDEL", K.episodes, episode)
     redis.call("ZREM", K.queue, episode)

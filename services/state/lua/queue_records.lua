@@ -1,9 +1,10 @@
--- The records of a job's queue: an episode, a group, a holder. Each carries the number of its schema and is read whatever
+-- The records of a job's queue: an episode, a group, a holder, an awaited reward. Each carries the number of its schema and is read whatever
 -- release wrote it. An episode's record that cannot be read costs that episode alone; any other one that cannot be read is
 -- DAMAGED, and the trainer empties the queue and dispatches again.
 
--- 1 (no number) is everything before 0.2.0; its oldest episodes lack some of the counters.
-local SCHEMA = 2
+-- 1 (no number) is everything before 0.2.0; its oldest episodes lack some of the counters. 3 adds the offers and loans of
+-- episodes that agents fetch, and episodes that wait for their reward; all else is as in 2.
+local SCHEMA = 3
 local COUNTERS_OF_OLD = {"reserve", "bytes", "failures", "deaths", "furthest"}
 local NUMBERS = {"attempt", "segments", "sequence", "reserve", "bytes", "failures", "deaths", "furthest"}
 local DEAD_LETTERS_KEPT = 1000
@@ -61,6 +62,11 @@ local function read_group(K, name)
   return group
 end
 
+-- ``state``: of the episode that somebody still works at, where there is one.
+local function fence(state, what)
+  return refuse("FENCED", (state and state.erased and "erased: " or "") .. what)
+end
+
 -- The worker of a holder; "" where its record cannot be read, and then its lease counts as ended.
 local function worker_of(packed)
   local holder = unpacked(packed)
@@ -79,19 +85,44 @@ local function forget_idle_holder(K, token)
   end
 end
 
--- What an episode counts for in the budget: what was reserved for it until it has ended, then what it really holds.
-local function charge(state)
-  return state.done and state.bytes or math.max(state.reserve, state.bytes + (state.snapshot or 0))
+local function stored_bytes(state)
+  return state.bytes + (state.snapshot or 0) + (state.waits or 0)
 end
 
-local function stored_bytes(state)
-  return state.bytes + (state.snapshot or 0)
+-- What an episode counts for in the budget: what was reserved for it until it has ended, then what it really holds.
+local function charge(state)
+  if state.done or state.waits then
+    return stored_bytes(state)
+  end
+  return math.max(state.reserve, stored_bytes(state))
+end
+
+-- Of an episode that waits for its reward: it no longer does.
+local function stop_waiting(K, episode, state)
+  if state.waits then
+    redis.call("HDEL", K.rewards, episode)
+    redis.call("ZREM", K.reward_deadlines, episode)
+    state.waits = nil
+  end
 end
 
 local function add_dead_letter(K, episode, state, reason)
   redis.call("XADD", K.dead_letters, "MAXLEN", DEAD_LETTERS_KEPT, "*", "episode", episode, "attempt", state.attempt,
     "segments", state.segments, "failures", state.failures, "reason", reason)
   redis.call("HINCRBY", K.meta, "dead_letters", 1)
+end
+
+-- Of an episode that has ended, or begins again: what was offered to agents, and the hold that one has of it.
+local function drop_offer(K, episode)
+  local packed = redis.call("HGET", K.offers, episode)
+  if packed then
+    local offer = unpacked(packed)
+    if offer and offer.loan ~= "" then
+      redis.call("HDEL", K.loans, offer.loan)
+    end
+    redis.call("HDEL", K.offers, episode)
+    redis.call("ZREM", K.offered, episode)
+  end
 end
 
 -- Nobody knows what the unreadable record was charged, so both sums are made anew.
@@ -149,6 +180,9 @@ local function bury(K, episode)
   }
   release_from_all(K, episode)
   redis.call("HDEL", K.snapshots, episode)
+  redis.call("HDEL", K.rewards, episode)
+  redis.call("ZREM", K.reward_deadlines, episode)
+  drop_offer(K, episode)
   write_record(K.episodes, episode, state)
   account_anew(K)
   settle_group_of_dead(K, episode)
@@ -187,6 +221,7 @@ register("empty_queue", FREES, function(keys, args)
     redis.call("HINCRBY", K.counters, "dropped_queue_damaged", open)
   end
   redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders, K.snapshots)
+  redis.call("UNLINK", K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes", "damaged")
   return open
 end)

@@ -6,9 +6,13 @@ local IDEMPOTENCY_KEPT = 10000
 -- every few seconds; for engines those do that know their addresses.
 local SILENCE = {worker = 300, trainer = 300, engine = 300}
 
--- digest of the client's key, job id -> the job id that this key names from now on
+-- digest of the client's key, job id, "rebuilt" (absent: of a rebuild, or where jobs have no directories) -> the job id
+-- that this key names from now on; "" while the keys of a server that was wiped have not been brought back
 register("reserve", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
+  if args[3] and redis.call("HEXISTS", K.rebuild, "done") == 0 then
+    return ""
+  end
   if redis.call("HSETNX", K.idempotency, args[1], args[2]) == 1 then
     local newest = redis.call("ZRANGE", K.idempotency_order, 0, 0, "REV", "WITHSCORES")
     redis.call("ZADD", K.idempotency_order, (tonumber(newest[2]) or 0) + 1, args[1])
@@ -74,6 +78,54 @@ register("delist", FREES, function(keys, args)
   return redis.call("HDEL", K[args[1] .. "s"], args[2])
 end)
 
+-- Entries are only there to be waited for: who missed some reads all engines again anyway.
+local NEWS_KEPT = 16
+
+local function tell_engine(K, name)
+  redis.call("XADD", K.engine_news, "MAXLEN", NEWS_KEPT, "*", "e", name)
+end
+
+-- fresh token, token and beats that may be replaced ("" for none) -> token and beats of whoever looks at the engines
+register("hold_engine_watch", {}, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  local held = redis.call("HGET", K.engine_watch, "token")
+  local is_stale = held == args[2] and redis.call("HGET", K.engine_watch, "beats") == args[3]
+  if not held or held == args[1] or is_stale then
+    held = args[1]
+    redis.call("HSET", K.engine_watch, "token", held)
+    redis.call("HINCRBY", K.engine_watch, "beats", 1)
+  end
+  return {held, redis.call("HGET", K.engine_watch, "beats")}
+end)
+
+register("leave_engine_watch", FREES, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if redis.call("HGET", K.engine_watch, "token") ~= args[1] then
+    return 0
+  end
+  return redis.call("HDEL", K.engine_watch, "token")
+end)
+
+-- token, then engine and sighting in turn ("": it is no longer looked at) -> 1, or 0 when another looks at them now
+register("sight_engines", FREES, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if redis.call("HGET", K.engine_watch, "token") ~= args[1] then
+    return 0
+  end
+  for index = 2, #args, 2 do
+    if args[index + 1] == "" then
+      redis.call("HDEL", K.engine_sightings, args[index])
+    else
+      redis.call("HSET", K.engine_sightings, args[index], args[index + 1])
+    end
+  end
+  redis.call("HINCRBY", K.engine_watch, "beats", 1)
+  if #args > 1 then
+    tell_engine(K, "")
+  end
+  return 1
+end)
+
 -- engine, new binding, binding that may be replaced ("" for none) -> 1, or 0 when another holds it
 register("bind_engine", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
@@ -88,6 +140,7 @@ register("bind_engine", FREES, function(keys, args)
     redis.call("HDEL", K.engine_states, args[1])
   end
   redis.call("HSET", K.engine_bindings, args[1], args[2])
+  tell_engine(K, args[1])
   return 1
 end)
 
@@ -98,6 +151,7 @@ register("mark_engine", FREES, function(keys, args)
     return 0
   end
   redis.call("HSET", K.engine_states, args[1], args[3])
+  tell_engine(K, args[1])
   return 1
 end)
 
@@ -108,6 +162,7 @@ register("unbind_engine", FREES, function(keys, args)
     return 0
   end
   redis.call("HDEL", K.engine_states, args[1])
+  tell_engine(K, args[1])
   return redis.call("HDEL", K.engine_bindings, args[1])
 end)
 

@@ -12,6 +12,29 @@ register("holders", READS, function(keys, args)
   return rows
 end)
 
+local function stage_of(state)
+  if state.dead then
+    return "dead"
+  elseif state.done then
+    return "done"
+  elseif state.waits then
+    return "waiting"
+  end
+  return state.token == "" and "queued" or "held"
+end
+
+-- episode -> the worker that holds it, "" for none; with "erased" behind it: 1 if it was erased, else 0. One function, so
+-- that a gateway needs no permission that it did not have.
+register("holder_of", READS, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local state = view_episode(K, args[1])
+  if args[2] == "erased" then
+    return state and state.erased and 1 or 0
+  end
+  local packed = state and stage_of(state) == "held" and redis.call("HGET", K.holders, state.token)
+  return packed and worker_of(packed) or ""
+end)
+
 -- episode -> its payloads in order
 register("read_episode", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
@@ -34,7 +57,14 @@ register("ready", READS, function(keys, args)
   local rows = {}
   for _, name in ipairs(redis.call("ZRANGE", K.ready, 0, -1)) do
     local group = read_group(K, name)
-    rows[#rows + 1] = {name, group.split, group.task, group.environment, group.size, group.dead or ""}
+    local row = {name, group.split, group.task, group.environment, group.size, group.dead or ""}
+    if args[1] == "waited" or args[1] == "erased" then  -- trainers of earlier releases do not ask, and expect no more
+      row[#row + 1] = group.waited or 0
+    end
+    if args[1] == "erased" then
+      row[#row + 1] = group.erased or ""
+    end
+    rows[#rows + 1] = row
   end
   return rows
 end)
@@ -53,15 +83,6 @@ register("usage", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
   return redis.call("HMGET", K.meta, "charged_bytes", "stored_bytes", "dead_letters")
 end)
-
-local function stage_of(state)
-  if state.dead then
-    return "dead"
-  elseif state.done then
-    return "done"
-  end
-  return state.token == "" and "queued" or "held"
-end
 
 -- groups -> per group that exists: its name, split, task, environment, size, and per episode its stage, worker ("" for
 -- none), attempt, segments, bytes, oldest version ("" for none), failures, note

@@ -38,8 +38,8 @@ class EngineFairness:
 
     async def _of(self, job: str) -> int:
         if job not in self._wanted:
-            spec = (await self._store.jobs.get(job)).spec
-            self._wanted[job] = JobSpec.model_validate_json(spec).resources.num_engines
+            spec = JobSpec.model_validate_json((await self._store.jobs.get(job)).spec)
+            self._wanted[job] = 0 if spec.recorded is not None else spec.resources.num_engines
         return self._wanted[job]
 
 

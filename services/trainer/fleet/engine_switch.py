@@ -22,6 +22,7 @@ from services.engines.errors import EngineDirty, EngineError, EngineProtocolErro
 from services.engines.protocol import Engine, PauseMode
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineState
+from services.state.heard_engines import HeardEngines
 from services.trainer.fleet.weight_transport import WeightTransport
 
 T = TypeVar("T")
@@ -124,9 +125,12 @@ async def switch(
     return True
 
 
-async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
-    """Check that a READY engine still holds its weights: a restarted engine is back at its first ones."""
+async def still_holds(engine: BoundEngine, deadlines: Deadlines, heard: HeardEngines | None = None) -> bool:
+    """Check that a READY engine still holds its weights: a restarted engine is back at its first ones. It is asked
+    unless another process has just seen that it does."""
     label = engine.label
+    if heard is not None and await heard.label(engine.url) == label:
+        return True
     try:
         held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
     except EngineUnavailable as error:

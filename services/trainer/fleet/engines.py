@@ -3,8 +3,8 @@
 Rule: a binding fenced by the job's claim holds an engine; the job reports the engine's state under it, and other
 processes route by that. The job takes every free engine that fits its model and gives back what another job lacks. A
 draining engine gets no further version and goes back once idle. A version is staged (checked on disk while the engines
-run) before any engine pauses for it, and at most half of the engines pause at a time. `engine_switch` switches one
-engine; `weight_transport` moves the tensors.
+run) before any engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all.
+`engine_switch` switches one engine; `weight_transport` moves the tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from gspo_core.types import WeightsManifest
-from services.engines.errors import EngineError, EngineUnavailable, NoSuchKind
+from gspo_core.versions import WeightsManifest
+from services.engines import quantization
+from services.engines.errors import EngineError, EngineKeyRefused, EngineUnavailable, NoSuchKind
+from services.engines.keys import warning
 from services.engines.probe import problem_of
 from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
 from services.files.weights import WeightStore
 from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.heard_engines import HeardEngines
 from services.state.jobs import WaitCode
 from services.state.leases import BeatWatch
 from services.state.store import Store
@@ -70,7 +73,9 @@ class EnginePool:
         transport: WeightTransport | None = None,
         deadlines: Deadlines | None = None,
         lease_s: float = 30.0,
+        heard: HeardEngines | None = None,
     ) -> None:
+        """With ``heard``, engines that another process looks at are not asked what they hold."""
         self._store = store
         self._job = job
         self._token = token
@@ -82,12 +87,15 @@ class EnginePool:
         self._sync = sync
         self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
+        self._heard = heard
         self._presence = BeatWatch(lease_s, time.monotonic)
         self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
         self._costs_of_those_gone = SwitchCosts()
         self._unfit: dict[str, str] = {}
         """Engine -> why it cannot serve this model."""
+        self._warned: set[str] = set()
+        """Engines that others can control."""
         self._target: WeightsManifest | None = None
         self._draining: set[str] = set()
         """Engines asked to drain."""
@@ -192,9 +200,13 @@ class EnginePool:
         while True:
             target = await self._next_target()
             path = await self._staging.stage(target)
-            half = max(1, math.ceil(len(self._bound) / 2))
-            slots = asyncio.Semaphore(min(half, self._transport.max_engines_at_once or half))
             behind = self._outdated(target)
+            half = max(1, math.ceil(len(self._bound) / 2))
+            slots = asyncio.Semaphore(len(behind) if self._transport.sends_to_all else half)
+            for engine in behind:
+                if not engine.label:  # new, or no longer trusted: any group it was in is void
+                    await self._transport.forget(engine.client)
+            await self._transport.prepare([engine.client for engine in behind], path, target.label)
             done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
             async with self._changed:
                 self._changed.notify_all()
@@ -209,9 +221,8 @@ class EnginePool:
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
             await self._tell(engine, switching=True)
-            if not engine.label:  # new, or no longer trusted: any group it was in is void
-                await self._transport.forget(engine.client)
             done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+            self._transport.withdraw(engine.client)
         if engine.state is EngineState.GONE:
             await self._give_back(engine.url, f"is gone: {engine.reason}")
         else:
@@ -237,7 +248,7 @@ class EnginePool:
     async def _look(self) -> None:
         """One round: drop lost engines, share, find new ones."""
         ready = self.ready()
-        held = await asyncio.gather(*(still_holds(engine, self._deadlines) for engine in ready))
+        held = await asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready))
         for engine, is_fine in zip(ready, held, strict=True):
             if engine.state is EngineState.GONE:
                 await self._give_back(engine.url, f"is gone: {engine.reason}")
@@ -250,8 +261,15 @@ class EnginePool:
             get_logger().info("engine handed over to a job that has too few", engine=url)
             await self._give_back(url, "was handed over to a job that has too few")
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
+        await self._give_back_inherited(records)
         async with self._changed:
             self._changed.notify_all()
+
+    async def _give_back_inherited(self, records: Iterable[EngineRecord]) -> None:
+        """What an earlier owner of the job held and this one leaves to others, or cannot use, is free for them."""
+        for record in records:
+            if record.job == self._job and record.id not in self._bound:
+                await self._store.fleet.unbind_inherited(self._job, self._token, record.id)
 
     async def _drain(self, draining: set[str]) -> None:
         """Give back idle engines that were already draining a round ago, so every process knows."""
@@ -281,7 +299,7 @@ class EnginePool:
             client = self._connect(url)
             async with asyncio.timeout(_ANSWER_S):
                 info, capabilities = await client.info(), await client.capabilities()
-        except NoSuchKind as error:
+        except (NoSuchKind, EngineKeyRefused) as error:
             return self._refuse(url, str(error))
         except (EngineError, TimeoutError):
             self._absent.setdefault(url, "does not answer")
@@ -294,6 +312,9 @@ class EnginePool:
             self._bound[url] = engine = BoundEngine(client)
             self._absent.pop(url, None)
             get_logger().info("engine bound", engine=url, job=self._job)
+            if capabilities.is_unguarded and url not in self._warned:
+                self._warned.add(url)
+                get_logger().warning(warning(url))
             await self._tell(engine)
 
     def _refuse(self, url: str, problem: str) -> None:
@@ -307,6 +328,10 @@ class EnginePool:
         if not capabilities.names_versions:
             advice = f" ({capabilities.advice})" if capabilities.advice else ""
             return f"it is {capabilities.software}, which does not report which weights sampled a token{advice}"
+        if capabilities.quantization:
+            return quantization.problem(capabilities.quantization)
+        if problem := self._transport.unfit(capabilities):
+            return problem
         if problem := await self._staging.unfit(self._target, info):
             return problem
         if not await client.is_ready():

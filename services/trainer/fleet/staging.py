@@ -12,10 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gspo_core.types import WeightsManifest
+from gspo_core.versions import WeightsManifest
+from services.engines import quantization
 from services.engines.protocol import EngineInfo
 from services.files.weights import WeightStore
 
+# As peft spells it.
+_ADAPTER = "adapter_config.json"
 # The entries of config.json that determine tensor shapes.
 _SHAPES = (
     *("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -45,6 +48,8 @@ class Staging:
     def _unfit(self, manifest: WeightsManifest, info: EngineInfo) -> str | None:
         ours = _config(self._weights.path(manifest.version))
         theirs = _config(Path(info.model_path)) if info.model_path else {}
+        if method := quantization.of_config(theirs):
+            return quantization.problem(method, is_of_model=True)
         theirs = theirs or {"architectures": list(info.architectures) if info.architectures else None}
         for name in _SHAPES:
             mine, its = ours.get(name), theirs.get(name)
@@ -54,8 +59,14 @@ class Staging:
 
 
 def _config(directory: Path) -> dict[str, Any]:
+    """Of the model in a folder; of its base where it is an adapter."""
+    over = _read(directory / _ADAPTER).get("base_model_name_or_path")
+    return _read((Path(over) if isinstance(over, str) else directory) / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / "config.json").read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

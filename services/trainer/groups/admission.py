@@ -1,13 +1,16 @@
 """Starts groups: as many as pacing allows, no more than the job will train, within its byte budget in the queue.
 
-Rule: at most ``(max_staleness + 1) * groups_per_step`` unpublished groups are in flight, even after a crash. Groups
-that the lineage still owes are restarted before any new one.
+Rule: at most ``(max_staleness + 1) * groups_per_step`` unpublished groups are in flight, even after a crash; those that
+wait for nothing but rewards do not count, up to a bound, until these are there (then there may be more, and none is
+started until they are trained). Groups that the lineage still owes are restarted before any new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
+from gspo_core.codec import NEWEST_SCHEMA
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.state.away import OutOfMemory
@@ -16,6 +19,8 @@ from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run_context import RunContext
 
 RETRY_S = 2.0
+# How soon a run that is to close notices that it waits for engines.
+LOOK_S = 1.0
 # Encoded size: id, log-prob and mask of a token, plus its share of the segment header.
 BYTES_PER_TOKEN = 10
 
@@ -31,6 +36,8 @@ class Admission:
         self._admitting = asyncio.Lock()
         self.dispatched_steps: dict[int, int] = {}
         """Open groups that this process dispatched, with the published step at that time."""
+        self.num_excused = 0
+        """Groups that wait for nothing but rewards, when groups were admitted last."""
 
     async def admit(self) -> None:
         """Start as many groups as pacing allows, but no more than the job will train."""
@@ -49,18 +56,22 @@ class Admission:
 
     async def _admit(self) -> None:
         spec, lineage, services = self._context.spec, self._lineage, self._context.services
+        await self._context.late.look()
+        self.num_excused = self._context.late.num_excused(set(lineage.owed()))
         allowed = groups_admissible(
             max_staleness=spec.rollout.max_staleness,
             groups_per_step=spec.groups_per_step,
             num_dispatched=lineage.num_dispatched,
             num_dropped=lineage.num_dropped,
             num_published=lineage.num_published,
+            num_excused=self.num_excused,
         )
         if self._context.phase.manner is not None:
             return
         still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
-        if not spec.rollout.max_staleness:
-            await services.engines.wait_for(self._context.newest)
+        still_needed += self.num_excused  # the last step waits for none of them
+        if not spec.rollout.max_staleness and not await self._engines_follow():
+            return
         for _ in range(min(allowed, still_needed)):
             try:
                 # Always admit one step's worth of groups: with fewer, the job would wait forever.
@@ -71,6 +82,15 @@ class Admission:
             except (Full, OutOfMemory):
                 break
             lineage.num_dispatched += 1
+
+    async def _engines_follow(self) -> bool:
+        """Wait until the engines hold the newest weights; False if the run is to close before that."""
+        while not self._context.phase.is_cut_short:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._context.services.engines.wait_for(self._context.newest)
+                    return True
+        return False
 
     async def _dispatch_when_there_is_room(self, group: int) -> None:
         """Dispatch ``group``, retrying while the Redis server is out of memory, which other jobs may have filled."""
@@ -101,7 +121,8 @@ class Admission:
             split=Split.TRAIN,
             task_index=task.index,
             environment=task.environment,
-            bytes_per_episode=limits.max_context_tokens * BYTES_PER_TOKEN,
+            bytes_per_episode=limits.max_context_tokens * BYTES_PER_TOKEN + spec.rewards.evidence_bytes,
             budget_bytes=budget_bytes,
+            reads=NEWEST_SCHEMA,
         )
         self.dispatched_steps[group] = self._lineage.step

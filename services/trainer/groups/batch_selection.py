@@ -1,7 +1,8 @@
 """Takes groups from the queue and settles each as trained or dropped.
 
-Rule: before training, a batch passes the parity gate, goes into the batch log, and is committed, in that order. A batch
-taken from the queue is therefore always recoverable, and a logged batch is trained without further checks.
+Rule: before training, a batch passes the parity gate, is sealed, goes into the batch log, and is committed, in that
+order. A batch taken from the queue is therefore always recoverable, a logged batch is trained without further checks,
+and no episode that was erased in the queue is logged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+
+from gspo_core.learner import computing
 from gspo_core.log.batches import BatchExtra
 from gspo_core.types import Group, Split
 from services.state.queue_records import DropReason, GroupEnd
@@ -44,7 +48,9 @@ class BatchSelection:
         self._dropped_since: dict[DropReason, list[int]] = {}
         """Groups dropped since the last batch, by reason."""
         self._num_dropped: dict[str, float] = {}
-        """The counts by reason that went into the last logged batch."""
+        """The counts by reason that went into the last logged batch, and what it says of late rewards."""
+        self.any_age: list[int] = []
+        """Groups of the last batch whose tokens are trained whatever their age."""
 
     def take_metrics(self) -> dict[str, float]:
         """Return selection-bias metrics since the last call, with the drop counts of the last batch."""
@@ -52,7 +58,10 @@ class BatchSelection:
 
     async def batch(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
         """Return the next groups to train, logged and committed, or None if something else comes first."""
-        chosen = await self._choose(learner, held)
+        while (chosen := await self._choose(learner, held)) is not None:
+            members = {group.group: [one.key.member for one in group] for group in chosen}
+            if await self._bus.seal(self._context.job, self._context.token, members):
+                break  # else an episode was erased since: its group is chosen again without it, or dropped
         if chosen is None:
             return None
         numbers = [group.group for group in chosen]
@@ -63,12 +72,19 @@ class BatchSelection:
             "dropped": {str(reason): groups for reason, groups in self._dropped_since.items()},
             "staleness": self._context.ages.table(chosen),
             "settings": self._tuning.logged(),
+            "computed": computing(self._tuning.spec),
+            "dealing": "groups",
         }
+        self.any_age = self._trained_at_any_age(numbers)
+        if self.any_age:
+            extra["late"], extra["late_cap"] = self.any_age, self._tuning.spec.rollout.staleness_cap
+        num_late = len(self._intake.waited.intersection(numbers))
         epoch, log = self._context.claim.epoch, self._context.services.batch_log
         await self._context.disk.write(f"the batch of step {step}", log.write, epoch, step, chosen, extra)
         self._num_dropped = {
             f"dropped/{name.removeprefix('dropped_')}": len(of) for name, of in self._dropped_since.items()
         }
+        self._num_dropped |= self._context.late.metrics(num_late)
         self._dropped_since = {}
         await self._bus.commit(self._context.job, self._context.token, step, numbers)
         self._forget(numbers, are_trained=True)
@@ -83,7 +99,9 @@ class BatchSelection:
                 return None
             num_segments = intake.num_segments
             ready = await self._trainable()
-            choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._context.ages.of)
+            owed = set(lineage.owed())
+            waiting = self._context.late.waiting(owed) - ready.keys()
+            choice = selection.choose(sorted(owed - waiting), ready, lineage.step, self._context.ages.of)
             for group in choice.drop:
                 await self.drop(group, "dropped_stale")
             if choice.train:
@@ -97,6 +115,7 @@ class BatchSelection:
             closing = selection.to_close(list(lineage.owed()), ready)
             if sum([await self._bus.cancel(self._context.job, self._context.token, group) for group in closing]):
                 continue
+            await self._make_up_for_waiting(owed)
             await selection.explain(choice, lineage.step)
             await intake.progress(num_segments)
         await selection.is_over()
@@ -114,7 +133,7 @@ class BatchSelection:
         refused += [
             (group.group, reason)
             for group in complete
-            if (reason := refusal(group, self._tuning.spec) or self._gate.refusal(group))
+            if (reason := self._refusal(group) or self._too_late(group) or self._gate.refusal(group))
         ]
         for group in complete:
             if (group.group, "dropped_no_tokens") in refused:
@@ -126,11 +145,38 @@ class BatchSelection:
         gone = {number for number, _ in refused}
         return {group.group: group for group in complete if group.group not in gone}
 
+    async def _make_up_for_waiting(self, owed: set[int]) -> None:
+        """Others are started as soon as groups wait for nothing but rewards, not with the next step only."""
+        late = self._context.late
+        await late.look()
+        if late.num_excused(owed) > self._admission.num_excused:
+            await self._admission.admit()
+
+    def _refusal(self, group: Group) -> DropReason | None:
+        reason = refusal(group, self._tuning.spec)
+        return "dropped_erased" if reason and group.group in self._intake.erased else reason
+
+    def _is_old(self, group: int) -> bool:
+        """Whether it has tokens that are too old to be trained."""
+        versions = sorted(self._intake.versions(group))
+        ages = self._context.ages.of(np.array(versions, dtype=np.int32))
+        return bool(versions) and int(ages.max()) > self._tuning.spec.rollout.staleness_cap
+
+    def _too_late(self, group: Group) -> DropReason | None:
+        drops = self._tuning.spec.rewards.on_late_reward == "drop" and group.group in self._intake.waited
+        return "dropped_late" if drops and self._is_old(group.group) else None
+
+    def _trained_at_any_age(self, groups: list[int]) -> list[int]:
+        if self._tuning.spec.rewards.on_late_reward != "train":
+            return []
+        return [group for group in groups if group in self._intake.waited and self._is_old(group)]
+
     async def drop(self, group: int, reason: DropReason) -> None:
         await self._bus.commit(self._context.job, self._context.token, self._lineage.step + 1, [group], reason=reason)
         self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
-        self._dropped_in_a_row[reason] += 1
+        if reason != "dropped_erased":  # it says nothing of those that come after it
+            self._dropped_in_a_row[reason] += 1
         self._dropped_since.setdefault(reason, []).append(group)
         if self._nothing_can_be_trained():
             raise nothing_to_train(self._dropped_in_a_row, self._empty)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from gspo_core.codec import NEWEST_SCHEMA
+from gspo_core.evaluation.intervals import score
+from gspo_core.log.sequences import group_metrics
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
 from services.process.telemetry import get_logger
@@ -12,7 +15,6 @@ from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.sequences import group_metrics
 from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
 
 
@@ -75,6 +77,7 @@ class Evaluator:
                 split=Split.EVAL,
                 task_index=task.index,
                 environment=task.environment,
+                reads=NEWEST_SCHEMA,
             )
         return groups
 
@@ -87,7 +90,7 @@ class Evaluator:
             if some:
                 await self._bus.commit(self._claim.job_id, self._claim.token, step, some, reason=reason)
         self._intake.forget(numbers)
-        metrics = group_metrics(groups)
+        metrics = group_metrics(groups) | held_out_metrics(groups)
         record = {"step": step, "version": version, **version_range(groups), **metrics}
         await self._report(step, metrics)
         await self._store.events.add(self._claim.job_id, "evaluation", record, token=self._claim.token)
@@ -110,6 +113,17 @@ class Evaluator:
         message = f"{len(lost)} of the held-out groups cannot be read: {'; '.join(self._intake.refusals.values())}"
         data = {"step": step, "kind": "segment_refused", "message": message}
         await self._store.events.add(self._claim.job_id, "alert", data, token=self._claim.token)
+
+
+def held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The reward with its interval, by the statistics of ``gspo eval``; nothing where no episode has one."""
+    rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    found = score(rewards)
+    failed = {"episodes/failed": float(sum(len(group.trajectories) for group in groups) - sum(map(len, rewards)))}
+    if found is None:
+        return failed
+    bounds = {"reward/low": found.low, "reward/high": found.high}
+    return failed | {"reward/mean": found.mean} | {name: value for name, value in bounds.items() if value is not None}
 
 
 def version_range(groups: list[Group]) -> dict[str, int]:

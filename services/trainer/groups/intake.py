@@ -33,6 +33,10 @@ class Intake:
         """Segments read so far."""
         self._taken: set[int] = set()
         self._ended_well: set[int] = set()
+        self.waited: set[int] = set()
+        """Ready groups that had waited for rewards."""
+        self.erased: dict[int, tuple[int, ...]] = {}
+        """Members of ready groups that were erased, perhaps after they had arrived here."""
         self.rejected: Counter[str] = Counter()
         self.refusals: dict[str, str] = {}
         """The first error message for each reason, until a caller removes it."""
@@ -92,6 +96,8 @@ class Intake:
     async def complete(self, split: Split, *, among: Collection[int] | None = None) -> list[Group]:
         """Return groups of ``split`` whose episodes have all ended, in dispatch order."""
         ready = await self._bus.ready_groups(self._job)
+        self.waited |= {one.group for one in ready if one.num_waited}
+        self.erased = {one.group: one.erased for one in ready if one.erased}
         wanted = [one for one in ready if one.split == split and (among is None or one.group in among)]
         wanted.sort(key=lambda one: one.group)
         groups = (self._assemble(one) for one in wanted)
@@ -123,8 +129,8 @@ class Intake:
         return self._assembler.unfinished(group)
 
     def trajectory(self, key: EpisodeKey) -> Trajectory | None:
-        """Return the episode if it has ended, else None."""
-        return self._assembler.trajectory(key)
+        """Return the episode if it has ended and is not erased, else None."""
+        return None if key.member in self.erased.get(key.group, ()) else self._assembler.trajectory(key)
 
     def num_actions(self, key: EpisodeKey) -> int:
         """Count the tokens that an episode has sampled so far."""
@@ -144,3 +150,4 @@ class Intake:
         for group in groups:
             self._assembler.forget(group)
         self._taken.difference_update(groups)
+        self.waited.difference_update(groups)

@@ -12,14 +12,14 @@ from typing import Literal
 
 import numpy as np
 
-from gspo_core.advantage import judge_group
+from gspo_core.advantage import judge_group, judged
+from gspo_core.log.sequences import StalenessOf
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, OpenGroup, choose_groups
 from gspo_core.types import Group
 from services.state.jobs import FailureCode
 from services.state.queue_records import DropReason
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.sequences import StalenessOf
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
 
@@ -31,7 +31,7 @@ def refusal(group: Group, spec: JobSpec) -> DropReason | None:
         return "dropped_partial"
     if not any(one.num_trained for one in group if one.reward is not None):
         return "dropped_no_tokens"
-    if judge_group(group.rewards, spec.objective.advantage).dropped:
+    if judged(group, spec.objective.advantage).dropped:
         return "dropped_zero_variance"
     return None
 
@@ -72,6 +72,7 @@ def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = No
         "dropped_mismatch": "an engine sampled them with weights other than those it reported",
         "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
         "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise staleness_cap",
+        "dropped_late": "their rewards came when they were older than staleness_cap: set rewards.on_late_reward",
     }
     ((reason, count),) = dropped.most_common(1)
     if reason == "dropped_no_tokens" and empty is not None:
@@ -118,7 +119,8 @@ class Selection:
         versions = self.intake.versions(group)
         ages = staleness_of(np.array(sorted(versions), dtype=np.int32))
         oldest = step - int(ages.max()) if versions else None
-        return OpenGroup(group, is_ready, oldest, self.dispatched_steps.get(group, step))
+        has_waited = group in self.intake.waited
+        return OpenGroup(group, is_ready, oldest, self.dispatched_steps.get(group, step), may_be_old=has_waited)
 
     def to_close(self, owed: Collection[int], ready: Collection[int]) -> list[int]:
         """Return groups whose stragglers to cancel: the batch lacks groups and the job does not wait for stragglers."""

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, token_staleness
-from gspo_core.types import Group, WeightsManifest
+from gspo_core.types import Group
+from gspo_core.versions import WeightsManifest
 
 
 class StalenessTable:

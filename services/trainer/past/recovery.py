@@ -7,16 +7,16 @@ damaged: resuming without them would silently discard the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
 from gspo_core.staleness import Position, in_history
 from services.files.batch_log import BatchLog, UnknownLogSchema
 from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownCheckpointFormat
 from services.process.telemetry import get_logger
-from services.trainer.groups.step_settings import Tuning
 from services.trainer.past.replay import replay
 from services.trainer.ranks.learner import AnyLearner
 from services.trainer.telling.failure import AlertKind, AttemptFailed, JobFailure
@@ -50,17 +50,21 @@ def recover(
     tuning: Tuning,
     *,
     checkpoint_every: int | None = None,
+    is_for_good: Callable[[int], bool] = lambda _: False,
 ) -> Recovered:
     """Bring ``learner`` to the point that the epochs before ``epoch`` reached. Raises JobFailure, AttemptFailed.
 
     Saves a checkpoint every ``checkpoint_every`` replayed steps, under the usual names. Otherwise trainers that die
-    before a long replay ends would restart it forever.
+    before a long replay ends would restart it forever. Saves one after each step that ``is_for_good``, too: the trainer
+    before may have died before it was written.
     """
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
         forks = checkpoints.forks()
-        _load(found, learner, checkpoints, max(forks, default=epoch), forks)
-        keep = _Keeping(found, learner, checkpoints, checkpoint_every)
+        # Before the first record there may be what a fork begins with, of epoch 0.
+        oldest = max((at.epoch for at in checkpoints.positions()), default=epoch)
+        _load(found, learner, checkpoints, max(forks, default=oldest), forks)
+        keep = _Keeping(found, learner, checkpoints, checkpoint_every, is_for_good)
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownCheckpointFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
@@ -76,12 +80,20 @@ def recover(
 class _Keeping:
     """Saves checkpoints during replay. A failed save only costs another replay."""
 
-    def __init__(self, found: Recovered, learner: AnyLearner, checkpoints: CheckpointStore, every: int | None) -> None:
+    def __init__(
+        self,
+        found: Recovered,
+        learner: AnyLearner,
+        checkpoints: CheckpointStore,
+        every: int | None,
+        is_for_good: Callable[[int], bool],
+    ) -> None:
         self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
-        self._saved_step = found.saved.step
+        self._is_for_good, self._saved_step = is_for_good, found.saved.step
 
     def __call__(self, position: Position) -> None:
-        if self._every is None or position.step - self._saved_step < self._every:
+        is_due = self._every is not None and position.step - self._saved_step >= self._every
+        if not (is_due or self._is_for_good(position.step)):
             return
         self._saved_step = position.step
         if self._checkpoints.has(position):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gspo_core.log.batches import ErasedStep
+from gspo_core.log.history import batches_after
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
+from gspo_core.log.steps import train_again
 from gspo_core.staleness import Position
-from services.files.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
+from services.files.batch_log import BatchLog, DamagedBatchLog, UnknownLogSchema
 from services.process.telemetry import get_logger
-from services.trainer.groups.sequences import train_batch
-from services.trainer.groups.step_settings import Tuning
 from services.trainer.ranks.learner import AnyLearner
 
 
@@ -31,8 +30,9 @@ def replay(
 ) -> tuple[Position, str | None]:
     """Train the logged steps after checkpoint ``start``; return the last position and any problem that cut it short.
 
-    ``forks`` maps each started epoch to its fork position. A damaged log ends the replay: the groups of that step and
-    later ones are owed again. Calls ``trained`` after every step. Raises UnknownLogSchema.
+    ``forks`` maps each started epoch to its fork position. A log that is damaged, or has erased episodes, ends the
+    replay: the groups of that step and later ones are owed again. Calls ``trained`` after every step. Raises
+    UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
@@ -41,24 +41,11 @@ def replay(
             raise
         except DamagedBatchLog as error:
             return start, str(error)
-        train_again(learner, lineage, batch, tuning)
+        try:
+            train_again(learner, lineage, batch, tuning)
+        except ErasedStep as error:
+            return start, str(error)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
         trained(position)
         start = position
     return start, None
-
-
-def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
-    tuning.recall(learner, batch.extra.get("settings", {}))
-    ages = batch.extra["staleness"]
-
-    def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-        return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
-
-    learner.step(train_batch(batch.groups, staleness_of, tuning.spec.objective.advantage).sequences)
-    dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
-    lineage.step = batch.step
-    lineage.num_published += len(batch.groups)
-    lineage.num_dropped += len(dropped)
-    lineage.num_dispatched = max(lineage.num_dispatched, batch.extra["num_dispatched"])
-    lineage.settle([*(group.group for group in batch.groups), *dropped])

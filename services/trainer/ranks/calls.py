@@ -33,6 +33,7 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
     advantages: float | bytes
     weight: float
     temperature: float
+    group: int | None
 
 
 class RankCall(msgspec.Struct, tag=True):
@@ -125,6 +126,7 @@ def to_wire(sequences: Sequence[TrainSequence]) -> list[Wire]:
             one.advantages.tobytes() if isinstance(one.advantages, np.ndarray) else float(one.advantages),
             one.weight,
             one.temperature,
+            one.group,
         )
         for one in sequences
     ]
@@ -139,6 +141,7 @@ def from_wire(wires: Sequence[Wire]) -> list[TrainSequence]:
             else one.advantages,
             weight=one.weight,
             temperature=one.temperature,
+            group=one.group,
         )
         for one in wires
     ]

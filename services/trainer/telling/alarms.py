@@ -14,6 +14,9 @@ from typing import Any
 from gspo_core.bounds import exceeds, falls_below
 from gspo_core.objective import Alarm, AlarmKind, AlarmPatience, group_alarms
 from gspo_core.objective.alarms import PATIENCE
+from services.trainer.telling.aligned import AlignedGradients
+from services.trainer.telling.best_evaluation import HIGH, MEAN, BestEvaluation
+from services.trainer.telling.held_back import HeldBackReward
 
 
 class RunAlarm(StrEnum):
@@ -21,7 +24,10 @@ class RunAlarm(StrEnum):
     REWARD_COLLAPSE = "reward_collapse"
     ALL_REWARDS_EQUAL = "all_rewards_equal"
     STALE_BACKLOG = "stale_backlog"
+    EVALUATION_FELL = "evaluation_fell"
+    REWARDS_DIVERGE = "rewards_diverge"
     DISK_NEARLY_FULL = "disk_nearly_full"
+    GRADIENTS_ALIGNED = "gradients_aligned"
     NO_PROGRESS = "no_progress"
 
 
@@ -43,6 +49,7 @@ RUN_PATIENCE: Mapping[StrEnum, int] = {
     RunAlarm.REWARD_COLLAPSE: 3,
     RunAlarm.ALL_REWARDS_EQUAL: 3,
     RunAlarm.STALE_BACKLOG: 3,
+    RunAlarm.REWARDS_DIVERGE: 3,
 }
 
 ADVICE: Mapping[StrEnum, str] = {
@@ -53,12 +60,16 @@ ADVICE: Mapping[StrEnum, str] = {
     AlarmKind.CORRECTION_COLLAPSE: "lower rollout.max_staleness or optimizer.lr",
     AlarmKind.WEIGHT_DRIFT: "log-probs differ between engine and trainer: check top_p, temperature and stale caches",
     AlarmKind.GATE_PRESSURE: "find out why the gate withholds so much before you widen it",
+    AlarmKind.FAR_STEP: "set optimizer.max_grad_growth: 1 and max_step_k3, or lower optimizer.lr; go back if it falls",
     AlarmKind.NO_SIGNAL: "choose tasks that the policy sometimes solves, or advantage.zero_variance: drop",
     RunAlarm.ENTROPY_COLLAPSE: "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
     RunAlarm.REWARD_COLLAPSE: "read some episodes: unless all tasks are solved, the policy does the same for each task",
     RunAlarm.ALL_REWARDS_EQUAL: "check the reward: it does not depend on what the policy does, or all tasks are solved",
     RunAlarm.STALE_BACKLOG: "lower rollout.max_staleness, give the trainer more compute, or limit episode length",
+    RunAlarm.EVALUATION_FELL: "go back to the best evaluation, with a lower optimizer.lr, or set watchdog.on_fall",
+    RunAlarm.REWARDS_DIVERGE: "read episodes with a high reward: the policy may be paid for what was not meant",
     RunAlarm.DISK_NEARLY_FULL: "free space in the data directory, or keep fewer checkpoints, versions and batches",
+    RunAlarm.GRADIENTS_ALIGNED: "lower rollout.max_staleness, or optimizer.lr until the data are younger",
     RunAlarm.NO_PROGRESS: "check that rollout workers, engines and environments are alive, and read their logs",
 }
 
@@ -69,11 +80,17 @@ class Alarms:
     def __init__(self) -> None:
         self._first: dict[int, Mapping[str, float]] = {}
         self._patience = AlarmPatience(patience=RUN_PATIENCE)
+        self._evaluations = BestEvaluation()
+        self._held_back = HeldBackReward()
+        self._aligned = AlignedGradients()
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Load what earlier trainers of the job reported."""
         for row in rows:
             self._note(int(row["step"]), row)
+            self._evaluations.compare(int(row["step"]), row)
+            self._held_back.note(row)
+            self._aligned.note(row)
 
     def due(self, step: int, metrics: Mapping[str, float], of_the_loss: Sequence[Alarm]) -> list[Alarm]:
         """Alarms that have lasted long enough to raise."""
@@ -81,7 +98,18 @@ class Alarms:
         found = [*_shrunk(metrics, self._at_first(step)), *_rewards(metrics), *_backlog(metrics), *_disk(metrics)]
         if _has_mastered(metrics):
             found = [alarm for alarm in found if alarm.kind is not RunAlarm.ENTROPY_COLLAPSE]
+        found += self._held_back.alarms(RunAlarm.REWARDS_DIVERGE, metrics)
+        found += self._aligned.alarms(RunAlarm.GRADIENTS_ALIGNED, metrics)
         return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Held-out reward that fell by more than chance: its interval lies below that of the best evaluation."""
+        best = self._evaluations.compare(step, metrics)
+        if best is None:
+            return []
+        was = f"{best.mean:.3g} after step {best.step}, with an interval from {best.low:.3g}"
+        meaning = f"held-out reward fell to {metrics[MEAN]:.3g}; it was {was}"
+        return [Alarm(RunAlarm.EVALUATION_FELL, HIGH, metrics[HIGH], best.low, meaning)]
 
     def _note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the first steps reported; a step whose trainer died before reporting it stays missing."""

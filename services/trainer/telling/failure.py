@@ -16,6 +16,7 @@ AlertKind: TypeAlias = Literal[
     "no_tokens_sampled",
     "checkpoint_skipped",
     "batch_log_damaged",
+    "fall_answered",
 ]
 """What an ``alert`` event says of trouble that ends neither job nor attempt; alarms on numbers are apart."""
 

@@ -30,6 +30,7 @@ RETELL_S = 15.0
 NO_ENGINE: WaitCode = "no_engine_for_model"
 NO_WORKER: WaitCode = "no_rollout_worker"
 ILL: WaitCode = "env_unhealthy"
+UNHEARD = "agents end without a request: can they reach the gateway under GSPO_GATEWAY_URL?"
 
 
 class ServingEngines(Protocol):
@@ -93,7 +94,8 @@ class Hindrances:
     def _hindrances(self, workers: Sequence[WorkerRecord]) -> Mapping[WaitCode, str]:
         """Code and sentence of each hindrance, the most fundamental first."""
         absence, complaint = self._engines.absence(), complaint_of(self._claim.job_id, workers)
-        codes = {NO_ENGINE: absence is not None, NO_WORKER: not workers, ILL: complaint is not None}
+        is_unheard = bool(workers) and all(one.hears_no_agent for one in workers)
+        codes = {NO_ENGINE: absence is not None, NO_WORKER: not workers, ILL: complaint is not None or is_unheard}
         at = datetime.fromtimestamp(self._now(), UTC).strftime("%H:%M:%S UTC")
         self._since = since = {code: self._since.get(code, at) for code, is_there in codes.items() if is_there}
         found: dict[WaitCode, str] = {}
@@ -104,6 +106,8 @@ class Hindrances:
             found[NO_WORKER] = f"no {PLAYERS[self._kind]} has been alive since {since[NO_WORKER]}{_listed(last)}"
         elif complaint is not None:
             found[ILL] = complaint
+        elif is_unheard:
+            found[ILL] = UNHEARD
         self._last_workers = [one.id for one in workers] or self._last_workers
         return found
 

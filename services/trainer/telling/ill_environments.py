@@ -67,6 +67,12 @@ class IllEnvironments:
         return PATIENCE_FACTOR * patience_s if hopeful else patience_s
 
 
+def fails_everywhere(job: str, workers: Iterable[WorkerRecord]) -> bool:
+    """Whether every worker that plays ``job`` has one of its environments in quarantine."""
+    serving = [one for one in workers if job in one.jobs]
+    return bool(serving) and all(one.ill_environments.get(job) for one in serving)
+
+
 def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:
     """The first complaint by a worker about ``job``."""
     serving = [one for one in workers if job in one.jobs]

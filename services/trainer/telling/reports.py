@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gspo_core.objective import Alarm
-from gspo_core.types import StepReport, WeightsManifest
+from gspo_core.versions import StepReport, WeightsManifest
 from services.files.disk_space import NoRoom, raising_no_room
 from services.files.durable import append_line
 from services.files.job_dir import JobDir
@@ -46,18 +46,27 @@ class Reports:
 
     async def step(self, report: StepReport, of_the_loss: Sequence[Alarm]) -> None:
         record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
-        if not self._has_recalled:
-            self._alarms.recall(await self._store.metrics.read(self._claim.job_id))
-            self._has_recalled = True
+        await self._recall()
         await self._write(report.step, report.metrics, record)
         await self._tell("step", record)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
-        for alarm in self._alarms.due(report.step, report.metrics, of_the_loss):
-            numbers = {"metric": alarm.metric, "value": alarm.value, "bound": alarm.bound}
-            await self._alert(report.step, alarm.kind, str(alarm), numbers)
+        await self._raise(report.step, self._alarms.due(report.step, report.metrics, of_the_loss))
 
     async def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        await self._recall()
         await self._write(step, metrics, {"step": step, "epoch": self._claim.epoch, **metrics})
+
+        await self._raise(step, self._alarms.evaluated(step, metrics))
+
+    async def _recall(self) -> None:
+        if not self._has_recalled:
+            self._alarms.recall(await self._store.metrics.read(self._claim.job_id))
+            self._has_recalled = True
+
+    async def _raise(self, step: int, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            numbers = {"metric": alarm.metric, "value": alarm.value, "bound": alarm.bound}
+            await self._alert(step, alarm.kind, str(alarm), numbers)
 
     async def stands_still(self, step: int, message: str) -> None:
         await self._alert(step, RunAlarm.NO_PROGRESS, message, {})

@@ -116,6 +116,7 @@ class ScriptedEngine:
         """The scheduler's and the front end's: they differ after ``Replaced``."""
         self.vocab_size, self.context_length = vocab_size, context_length
         self.architectures = ["Scripted"]
+        self.layout: dict[str, int | str] = {"tp_size": 1, "dp_size": 1, "pp_size": 1}
         self.profile = tuple(int(part) for part in profile.split("."))
         self.script = script
         self.faults = list(faults)

@@ -284,7 +284,8 @@ async def _model_info(engine: ScriptedEngine, _body: dict[str, Any], _query: Map
 
 async def _server_info(engine: ScriptedEngine, _body: dict[str, Any], _query: Mapping[str, str]) -> Answer:
     version = ".".join(map(str, engine.profile))
-    return _json({"version": version, "vocab_size": engine.vocab_size, "context_length": engine.context_length})
+    sizes = {"vocab_size": engine.vocab_size, "context_length": engine.context_length}
+    return _json({"version": version, **sizes, **engine.layout})
 
 
 async def _loads(engine: ScriptedEngine, _body: dict[str, Any], _query: Mapping[str, str]) -> Answer:

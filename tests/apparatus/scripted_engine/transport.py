@@ -15,12 +15,15 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, engines: Mapping[str, ScriptedEngine]) -> None:
         self.engines = dict(engines)
+        self.paths: list[str] = []
+        """Of all requests that reached an engine, in order."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         engine = self.engines.get(request.url.host)
         if engine is None or engine.dead.is_set():
             raise httpx.ConnectError("connection refused", request=request)
         content = await request.aread()
+        self.paths.append(request.url.path)
         try:
             status, body = await answer(engine, request.method, request.url.path, dict(request.url.params), content)
         except Died as error:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +25,7 @@ from services.hosts.registry import EnvironmentRegistry
 from services.process.children import die_with_parent
 from services.state.queue import Bus
 from services.state.store import Store
+from tests.apparatus.warm_python import Child
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
 GUESS = '''
@@ -107,17 +107,18 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 class ApiProcess:
-    """`python -m services.api` on a free port of this machine."""
+    """`python -m services.api` on a free port of this machine, with the imports of this session done already."""
 
-    def __init__(self, redis_url: str, *arguments: str, **settings: str) -> None:
+    def __init__(self, redis_url: str, *arguments: str, python: str | None = None, **settings: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
         self._data = tempfile.TemporaryDirectory()
         environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": "0", "GSPO_LOG_FORMAT": "json"}
         environment |= {"GSPO_DATA_DIR": self._data.name} | settings
         # A file, since a pipe that nobody reads would stop the process in the middle.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed at the end of the process
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "services.api", *arguments],
+        self.process = Child(
+            ["-W", "error", "-m", "services.api", *arguments],
+            python=python,
             env=environment,
             stderr=self._log,
             stdout=subprocess.DEVNULL,
@@ -137,6 +138,11 @@ class ApiProcess:
     def forget_jobs(self) -> None:
         """For tests that share a process: what was written down would be given back to the emptied server."""
         shutil.rmtree(self.jobs_dir, ignore_errors=True)
+
+    @property
+    def data_dir(self) -> str:
+        """For another one beside it: of two directories, the one that a Redis was not given to ends its process."""
+        return self._data.name
 
     @property
     def jobs_dir(self) -> Path:

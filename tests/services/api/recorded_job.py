@@ -21,18 +21,8 @@ from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.codec import encode
 from gspo_core.env import Environment, load_environment
 from gspo_core.spec import JobSpec
-from gspo_core.types import (
-    EpisodeKey,
-    Group,
-    Outcome,
-    Segment,
-    Spent,
-    Split,
-    StopReason,
-    Trajectory,
-    WeightFile,
-    WeightsManifest,
-)
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Spent, Split, StopReason, Trajectory
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
 from services.files.trained_log import TrainedLog

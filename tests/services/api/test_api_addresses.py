@@ -87,6 +87,25 @@ async def test_a_job_whose_config_leads_inside_is_refused(http: httpx.AsyncClien
     assert (await http.get("/v1/jobs")).json()["data"] == []
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", "https://169.254.169.254", "http://8.8.8.8/v1"])
+async def test_a_judge_that_leads_inside_is_refused(http: httpx.AsyncClient, url: str):
+    judge = {"url": url, "model": "m", "prompt": "{{answer}}"}
+    body = SPEC | {"environments": [{"ref": "agent.py:run", "agent": {"judge": judge}}]}
+    for path in ("/v1/jobs", "/v1/jobs?dry_run=true"):
+        answer = await http.post(path, json=body)
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "address_refused")
+        assert error_of(answer)["param"] == "environments[0].agent.judge.url"
+
+
+async def test_a_plan_says_what_nobody_has_asked_a_judge(http: httpx.AsyncClient):
+    judge = {"url": "https://8.8.8.8/v1", "model": "m", "prompt": "{{task.name}} {{answer}}", "key": "mine"}
+    body = SPEC | {"environments": [{"ref": "agent.py:run", "agent": {"judge": judge}}]}
+    plan = (await http.post("/v1/jobs?dry_run=true", json=body)).json()
+    (said,) = [one for one in plan["unchecked"] if one.startswith("environments[0].agent.judge: ")]
+    for words in ("m answers at https://8.8.8.8/v1", "key mine", "GSPO_JUDGE_KEYS", "fields of its prompt"):
+        assert words in said
+
+
 async def test_public_addresses_networks_of_the_operator_and_mere_words_are_taken(http: httpx.AsyncClient):
     for text in ("https://8.8.8.8/mcp", "ws://192.168.7.9:1234/ws", "http is a word", "https://10.0.0.1 is inside"):
         answer = await http.post("/v1/jobs", json=spec({"text": text}))

@@ -262,16 +262,17 @@ async def test_events_resume_after_the_one_given(client: Client, store: Store):
     assert seen == ids[3:]
 
 
-async def test_events_end_in_an_error_when_the_api_stays_away(redis_server: RedisServer, store: Store):
+async def test_events_end_in_an_error_when_the_api_stays_away(redis_server: RedisServer, store: Store, api: ApiProcess):
     job = await store.jobs.create(JobSpec.model_validate(SPEC))
     waits: list[float] = []
 
     def follow() -> None:
-        with ApiProcess(redis_server.url) as api, Client(api.url, sleep=waits.append) as client:
+        settings = {"GSPO_DATA_DIR": api.data_dir}
+        with ApiProcess(redis_server.url, **settings) as away, Client(away.url, sleep=waits.append) as client:
             events = client.events(job.id)
             next(events)
-            api.process.kill()
-            api.process.wait()
+            away.process.kill()
+            away.process.wait()
             with pytest.raises(Unreachable):
                 next(events)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.files.data_dir import EnvironmentsDir
+from services.hosts.local import LocalHosts
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -44,7 +45,9 @@ async def test_no_server_error_and_no_undocumented_answer(
     with ApiProcess(redis_server.url, **({"GSPO_API_KEYS": KEY} if key else {})) as api:
         # What is asked of rollout workers is answered: without one it is 503, truly.
         sites = Sites(EnvironmentRegistry(EnvironmentsDir(api.jobs_dir.parent / "environments")))
-        runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+        runner = RequestRunner(
+            WorkerRequests(bus._redis), sites, LocalHosts(Interpreters(tmp_path / "venvs")), "worker-0"
+        )
         running = asyncio.create_task(runner.run())
         job = await record_job(store, bus, api.jobs_dir, write_model(tmp_path / "model"), num_steps=2)
         report = tmp_path / "report.txt"

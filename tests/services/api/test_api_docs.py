@@ -24,6 +24,16 @@ def document() -> dict[str, Any]:
     return create_app(contextlib.nullcontext).openapi()  # type: ignore[arg-type]
 
 
+def test_answers_are_described_by_the_texts_under_their_fields():
+    shapes = document()["components"]["schemas"]
+    described = {
+        "AttemptView": {"code", "step"},
+        "ShownRequest": {"model", "num_repeats"},
+    }
+    for name, fields in described.items():
+        assert {field for field, one in shapes[name]["properties"].items() if "description" in one} == fields, name
+
+
 def test_every_route_is_on_the_page_and_no_other():
     routes = {f"{method.upper()} {path}" for path, methods in document()["paths"].items() for method in methods}
     assert set(re.findall(r"^\| `([A-Z]+ /[^`]*)`", PAGE, re.MULTILINE)) == routes

@@ -11,6 +11,7 @@ import pytest
 from gspo_core.cli import main as gspo
 from gspo_core.client import Client
 from services.api.http.audit import Audit
+from services.files.audit_log import AuditLog
 from services.state.drains import Drains
 from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Bus
@@ -24,7 +25,7 @@ PATH = f"/v1/engines/{ENGINE}/drain"
 
 @pytest.fixture
 async def http(store: Store, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with application(store, audit=Audit(tmp_path / "audit.jsonl")) as app, http_to(app) as http:
+    async with application(store, audit=Audit(AuditLog(tmp_path / "audit.jsonl").append)) as app, http_to(app) as http:
         yield http
 
 

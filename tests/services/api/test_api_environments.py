@@ -22,11 +22,14 @@ from gspo_core.env import InvalidEnvironment
 from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import UPLOADS, EnvironmentsDir, KeysDir
+from services.hosts.local import LocalHosts
+from services.hosts.policy import WallPolicy
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
+from services.hosts.walls.tiers import Tier
 from services.process.cancelling import cancel_all
 from services.process.children import die_with_parent
 from services.rollout import request_runner
@@ -35,6 +38,7 @@ from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from tests.apparatus.warm_python import Child
 from tests.services.api.api_kit import GUESS, SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
@@ -61,10 +65,13 @@ async def http(store: Store, jobs_dir: Path) -> AsyncIterator[httpx.AsyncClient]
 
 
 @pytest.fixture
-async def worker(bus: Bus, registry: EnvironmentRegistry, tmp_path: Path) -> AsyncIterator[None]:
+async def worker(
+    request: pytest.FixtureRequest, bus: Bus, registry: EnvironmentRegistry, tmp_path: Path
+) -> AsyncIterator[None]:
     """What a rollout worker does of it, in this process."""
+    hosts = LocalHosts(Interpreters(tmp_path / "venvs"), WallPolicy(getattr(request, "param", None)))
     sites = Sites(registry, ("127.0.0.0/8",))
-    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, hosts, "worker-0")
     running = asyncio.create_task(runner.run())
     yield
     await cancel_all([running])
@@ -265,13 +272,14 @@ def zipped(files: dict[str, str]) -> bytes:
 async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(
     http: httpx.AsyncClient, registry: EnvironmentRegistry
 ):
+    before = set(sys.modules)  # other tests load files of this name here
     answer = await post_file(http, "guess", "guess.py:Guess", GUESS.encode(), "text/x-python")
     assert answer.status_code == 201, answer.text
     assert (await settled(http, "guess"))["status"] == "ready"
     played = (await http.post("/v1/environments/guess@1/try", json={"task": 1})).json()
     (acted,) = [entry for entry in played["transcript"] if entry["from"] == "policy"]
     assert (played["reward"], acted["calls"][0]["arguments"]) == (1.0, {"value": 5})
-    assert not [name for name in sys.modules if "guess" in name]
+    assert not [name for name in set(sys.modules) - before if "guess" in name]
     order = Sites(registry).placed(HostOrder("guess@1"))
     environment = await HostedEnvironment.open(order, boot=RunningHost.boot)
     await environment.close()
@@ -306,6 +314,7 @@ def is_gone(pid: str) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
 @pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("worker", [Tier.PROCESS], indirect=True)
 async def test_a_daemon_of_an_uploaded_environment_ends_with_what_it_was_started_for(
     http: httpx.AsyncClient, tmp_path: Path
 ):
@@ -322,6 +331,7 @@ async def test_a_daemon_of_an_uploaded_environment_ends_with_what_it_was_started
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
 @pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("worker", [Tier.PROCESS], indirect=True)
 async def test_a_daemon_ends_with_an_examination_that_is_ended(
     http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -426,8 +436,8 @@ def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_it
     settings = {"GSPO_DATA_DIR": str(tmp_path), "GSPO_ENV_UPLOADS": "true", "GSPO_API_KEYS": "k"}
     own = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
     with ApiProcess(redis_server.url, **settings) as api, Client(api.url, "k") as client:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout"],
+        worker = Child(
+            ["-m", "services.rollout"],
             env=own | {"GSPO_REDIS_URL": redis_server.url, "GSPO_DATA_DIR": str(tmp_path)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -19,14 +19,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from gspo_core.chat import load_codec, load_tokenizer
 from gspo_core.codec import encode
 from gspo_core.env import load_environment
+from gspo_core.log.transcript import token_texts
 from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
 from gspo_core.types import Segment, Split
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.routes.telemetry import SHOWN
-from services.api.views.transcript import token_texts
 from services.files.batch_log import BatchLog, LoggedBatch
+from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.state.fleet_records import WorkerRecord
+from services.state.jobs import JobStatus
 from services.state.queue import Append, Bus
 from services.state.store import Store
 from tests.services.api.api_kit import application, error_of, http_to, parse_frames
@@ -181,6 +184,9 @@ async def test_what_a_dead_epoch_logged_beyond_its_fork_is_not_shown(
     groups = log.read(job.claim.epoch, 6).groups
     log.write(job.claim.epoch - 1, 9, groups, {})
     log.write(job.claim.epoch - 1, 5, groups, {})
+    unknown = await http.get(f"/v1/jobs/{job.id}/groups?step=5")
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "batch_log_damaged")
+    CheckpointStore(JobDir(tmp_path / job.id)).begin_epoch(job.claim.epoch, Position(job.claim.epoch - 1, 0))
     steps = [one["step"] for one in await data(http, f"/v1/jobs/{job.id}/groups?limit=100")]
     assert steps == [6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1]
     assert {one["epoch"] for one in await data(http, f"/v1/jobs/{job.id}/groups?step=5")} == {job.claim.epoch}
@@ -284,7 +290,19 @@ async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, store: 
     assert f'gspo_job_staleness_mean{{job_id="{job.id}"}} 1.7' in text
     wanted = JobSpec.model_validate_json((await store.jobs.get(job.id)).spec).groups_per_step
     assert f'gspo_ready_groups_deficit{{job_id="{job.id}"}} {wanted}.0' in text  # none is ready
+    # The trainer waited half a second, and episodes spent half of their time in engines.
+    assert f'gspo_engine_seconds_short{{job_id="{job.id}"}} 0.25' in text
     assert "calculator" not in text
+
+
+async def test_engines_are_short_of_nothing_where_no_step_tells_of_its_episodes(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob
+):
+    await store.metrics.add(job.id, 7, {"reward/mean": 0.5, "time/wait_s": 3.0})
+    await store.jobs.update_progress(job.id, job.claim.token, 7, 7)
+    text = (await http.get("/metrics")).text
+    assert "gspo_job_step" in text
+    assert "gspo_engine_seconds_short{" not in text
 
 
 async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: httpx.AsyncClient, store: Store):
@@ -297,11 +315,25 @@ async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: http
     assert "secret-host" not in text
 
 
+async def test_prometheus_is_told_who_plays_and_what_gateways_hold(http: httpx.AsyncClient, store: Store):
+    await store.jobs.create(json.dumps({"environments": [{"ref": "a.py:run", "agent": {}}]}))
+    claim = await store.jobs.claim("trainer")
+    assert claim is not None
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    counters = {"turns/asked": 9, "turns/repeated": 2, "answers/delivered": 3, "answers/undelivered": 1}
+    await store.fleet.register_worker(WorkerRecord(id="gateway-1", kind="gateway", counters=counters))
+    text = (await http.get("/metrics")).text
+    assert 'gspo_jobs_under_way{player="gateway"} 1.0' in text
+    assert 'gspo_jobs_under_way{player="rollout"} 1.0' in text
+    assert re.search(r'gspo_gateway_open_requests{worker="\w+"} 7.0', text)
+
+
 async def test_alarms_and_graphs_ask_for_labels_that_are_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
     """And none of ours is one that Prometheus writes itself: it would move ours away, and all jobs be one."""
     await store.fleet.register_worker(
         WorkerRecord(id="w-1", num_episodes=3, counters={"time/env_s": 0.25, "episodes/finished": 1})
     )
+    await store.fleet.register_worker(WorkerRecord(id="g-1", kind="gateway"))
     await data(http, "/v1/jobs")
     families = text_string_to_metric_families((await http.get("/metrics")).text)
     exported = {sample.name: set(sample.labels) for family in families for sample in family.samples}
@@ -411,7 +443,7 @@ async def test_an_episode_is_followed_while_it_is_played_and_when_it_starts_agai
         seen: list[dict[str, str]] = []
 
         async def until(kind: str, count: int) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while sum(one["event"] == kind for one in seen) < count:
                     seen.extend(blocks((await anext(stream)).decode()))
 

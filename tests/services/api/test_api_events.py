@@ -224,7 +224,7 @@ async def test_streams_cut_anywhere_resume_without_gap_or_duplicate(
     """Dozens of cuts at random points, by two processes in turn, while events are being written."""
     chance = random.Random(1)
     writing = asyncio.create_task(_write(store, job, 250))
-    with ApiProcess(redis_server.url) as other:
+    with ApiProcess(redis_server.url, GSPO_DATA_DIR=api.data_dir) as other:
         urls = itertools.cycle([api.url, other.url])
         seen: list[str] = []
         ended, cuts = False, 0
@@ -238,7 +238,8 @@ async def test_streams_cut_anywhere_resume_without_gap_or_duplicate(
     assert seen == [event.id for event in listed]
     assert len(seen) == 254
     assert cuts >= 40
-    assert api.log() == [line for line in api.log() if '"level": "info"' in line]
+    about_root = '"event": "this service runs as root"'
+    assert [line for line in api.log() if '"level": "info"' not in line and about_root not in line] == []
 
 
 async def _write(store: Store, job: Claim, number: int) -> None:
@@ -263,16 +264,16 @@ async def _read_some(url: str, job: str, headers: dict[str, str], seen: list[str
 
 
 async def test_silent_streams_are_pinged(store: Store, job: Claim):
-    """Driven by hand, with a clock on which a tenth of a second passes between two looks."""
+    """Driven by hand: the clock stands until the events are out, then a tenth of a second passes between two looks."""
     stopping = asyncio.Event()
-    clock = itertools.count(0.0, 0.1)
+    clock: Iterator[float] = itertools.repeat(0.0)
     tails = EventTails(store, render, stopping)
     frames = EventStream(store, tails, job.job_id, stopping, lambda: next(clock), ping_s=0.15).frames("0")
     async with asyncio.timeout(60):
-        first, statuses, ping, again = [await anext(frames) for _ in range(4)]
-        assert first == b"retry: 2000\n\n"
-        assert statuses.count(b"event: job.status\n") == 2
-        assert ping == again == b": ping\n\n"
+        assert await anext(frames) == b"retry: 2000\n\n"
+        assert (await anext(frames)).count(b"event: job.status\n") == 2
+        clock = itertools.count(0.0, 0.1)
+        assert await anext(frames) == await anext(frames) == b": ping\n\n"
         stopping.set()
         assert [frame async for frame in frames] == []
 
@@ -311,7 +312,7 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
             reading.append((after, asyncio.create_task(read(after))))
         ids.append(await store.events.add(job.job_id, "log", {"step": step}))
     await finish(store, job)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         seen = [(after, await task) for after, task in reading]
     ids = [event.id for event in await store.events.read(job.job_id, "0", count=1000)]
     for after, lines in seen:
@@ -343,7 +344,7 @@ async def test_a_reader_from_a_position_that_nothing_has_reached_keeps_nothing_f
             await asyncio.sleep(0.2)
             await store.events.add(job.job_id, "log", {"message": "not yet"})
         await store.events.add(job.job_id, "log", {"message": "the news"})
-        await asyncio.wait_for(reading, 10)
+        await reading
         await finish(store, job)
         await waiting
 
@@ -380,11 +381,11 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
     await asyncio.sleep(1.2)
     assert reads - before < 10
     await store.events.add(job.job_id, "log", {"message": "the news"})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*waiting)
     assert reads - before < 20  # and not one for each reader
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(task.get_name().startswith("tail of") for task in asyncio.all_tasks()):
             await asyncio.sleep(0.02)

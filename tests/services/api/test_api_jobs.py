@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ async def test_the_stored_specification_spells_every_default_out(http: httpx.Asy
     assert config["config"]["sampling"]["temperature"] == 1.0
     assert config["warnings"][0].startswith("objective.minibatches")
     stored = JobSpec.model_validate_json((await store.jobs.get(job["id"])).spec)
-    assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}})
+    assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}}).named()
 
 
 async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx.AsyncClient):
@@ -66,7 +67,25 @@ async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx
         "episodes_per_step": 64,
         "max_episodes_in_flight": 320,
         "max_sampled_tokens_per_step": 64 * 8192,
+        "log_bytes_per_sampled_token": 41,
+        "max_log_bytes": 200 * 64 * (9 * 32768 + 512 * (2 * 16 + 8192 // 1024) + 16384),
+        "max_archive_bytes": 0,
+        "max_replayed_steps": 199,
+        "max_checkpoints": 3,
     }
+    kept = {"keep_batches": 10, "archive": "all"}
+    archived = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"checkpoints": kept | {"archive_bytes": 1000}})
+    bounded = (10 + 2 * 20) * plan["estimate"]["max_log_bytes"] // 200 + 1000
+    assert archived.json()["estimate"]["max_log_bytes"] == bounded
+    assert archived.json()["estimate"]["max_archive_bytes"] == 1000
+    roomy = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"checkpoints": kept | {"archive_bytes": 10**15}})
+    assert roomy.json()["estimate"]["max_archive_bytes"] == plan["estimate"]["max_log_bytes"]
+    spaced = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"checkpoints": kept | {"keep_every": 15}})
+    assert spaced.json()["estimate"]["max_replayed_steps"] == 14
+    assert spaced.json()["estimate"]["max_checkpoints"] == 3 + 13
+    every = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"checkpoints": {"keep": 100}})
+    assert every.json()["estimate"]["max_replayed_steps"] == 19
+    assert every.json()["estimate"]["max_checkpoints"] == 11
     assert plan["warnings"][0].startswith("objective.clip_low")
     assert (await http.get("/v1/jobs")).json()["data"] == []
     refused = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"steps": 0})
@@ -329,7 +348,8 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
     await store.fleet.register_worker(WorkerRecord(id="rollout-1"))
     await store.fleet.register_worker(WorkerRecord(id="rollout-2"))
     await store.fleet.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
-    async with application(store, lease_s=0.5) as app, http_to(app) as http:
+    # Longer than this process ever stands still: what beats and who looks are both in it.
+    async with application(store, lease_s=3.0) as app, http_to(app) as http:
         beating = asyncio.create_task(_beat(store, "rollout-1"))
         async with asyncio.timeout(30):
             while (found := await _alive(http)) != {"rollout-1": True, "rollout-2": False, "engine-1": False}:
@@ -350,3 +370,41 @@ async def _beat(store: Store, worker: str) -> None:
 
 async def _alive(http: httpx.AsyncClient) -> dict[str, bool]:
     return {worker["id"]: worker["alive"] for worker in (await http.get("/v1/workers")).json()["data"]}
+
+
+def an_8b(tmp_path: Path) -> dict[str, Any]:
+    """A job of the shape of a model of 8B."""
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8}
+    shape |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
+    write_files(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | shape | {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return SPEC | {"model": str(tmp_path)}
+
+
+async def test_a_job_is_shown_with_its_plan_where_gpus_are_given(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    spec = an_8b(tmp_path)
+    asked = (await http.post("/v1/jobs?dry_run=true&gpus=8xH100", json=spec)).json()["memory"]
+    job = (await http.post("/v1/jobs", json=spec)).json()
+    assert "memory" not in job
+    path = f"/v1/jobs/{job['id']}"
+    plain, planned = await http.get(path), await http.get(f"{path}?gpus=8xH100")
+    assert "memory" not in plain.json()
+    assert planned.json() == plain.json() | {"memory": asked}
+    assert planned.headers["etag"] != plain.headers["etag"]
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    unknown = await http.get(f"{path}?gpus=8xH100")
+    assert (unknown.status_code, error_of(unknown)["param"]) == (422, "model")
+
+
+async def test_a_dry_run_plans_the_memory_of_gpus(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    spec = an_8b(tmp_path)
+    plan = (await http.post("/v1/jobs?dry_run=true&gpus=8xH100", json=spec)).json()["memory"]
+    assert (plan["fits"], plan["refusal"], plan["learner"]["activation_checkpointing"]) == (True, None, True)
+    assert {"weights", "moments", "activations"} <= plan["phases"][1]["device_bytes"].keys()
+    small = (await http.post("/v1/jobs?dry_run=true&gpus=H100", json=spec)).json()["memory"]
+    assert not small["fits"]
+    assert "ranks of this kind would do" in small["refusal"]
+    assert (await http.post("/v1/jobs?dry_run=true", json=spec)).json()["memory"] is None
+    refused = await http.post("/v1/jobs?dry_run=true&gpus=8xNothing", json=spec)
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "gpus")

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from services.api.http.audit import Audit
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.api.http.limits import RateLimit
+from services.files.audit_log import AuditLog
 from services.files.data_dir import KeysDir
 from services.state.queue import Bus
 from services.state.store import Store
@@ -31,7 +32,7 @@ def ring(tmp_path: Path) -> KeyRing:
 
 @pytest.fixture
 async def app(store: Store, tmp_path: Path, ring: KeyRing) -> AsyncIterator[FastAPI]:
-    audit = Audit(tmp_path / "audit.jsonl")
+    audit = Audit(AuditLog(tmp_path / "audit.jsonl").append)
     async with application(store, jobs_dir=tmp_path / "jobs", keys=[ADMIN], ring=ring, audit=audit) as app:
         yield app
 
@@ -97,6 +98,27 @@ ROUTES = (
     ("POST", "/v1/fine_tuning/jobs/{job}/resume", "jobs:write"),
     ("POST", "/v1/fine_tuning/jobs/{job}/cancel", "jobs:write"),
     ("POST", "/v1/jobs/{job}/trajectories", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/fork", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/retrain", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/replays", "jobs:write"),
+    ("GET", "/v1/jobs/{job}/replays", "episodes:read"),
+    ("GET", f"/v1/jobs/{{job}}/replays/{16 * '0'}", "episodes:read"),
+    ("DELETE", f"/v1/jobs/{{job}}/replays/{16 * '0'}", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/episodes:lease", "episodes:play"),
+    *(
+        ("POST", f"/v1/jobs/{{job}}/leases/{32 * '0'}/{end}", "episodes:play")
+        for end in ("extend", "finish", "release")
+    ),
+    ("POST", "/v1/jobs/{job}/talk_keys", "jobs:write"),
+    ("GET", "/v1/jobs/{job}/talk_keys", "jobs:read"),
+    ("DELETE", f"/v1/jobs/{{job}}/talk_keys/{12 * '0'}", "jobs:write"),
+    ("GET", "/v1/jobs/{job}/traces", "episodes:read"),
+    ("GET", "/v1/jobs/{job}/traces.ndjson", "episodes:read"),
+    ("GET", "/v1/jobs/{job}/traces/7", "episodes:read"),
+    ("DELETE", "/v1/jobs/{job}/traces?user=ann", "jobs:write"),
+    ("DELETE", "/v1/jobs/{job}/traces/7", "jobs:write"),
+    ("DELETE", "/v1/jobs/{job}/episodes?user=ann", "jobs:write"),
+    ("DELETE", "/v1/episodes/{job}/999/0", "jobs:write"),
     ("POST", "/v1/jobs/{job}/environments/0/description", "jobs:write"),
     ("POST", "/v1/workers/nobody/drain", "admin"),
     ("POST", "/v1/engines/nobody/drain", "admin"),
@@ -109,8 +131,11 @@ ROUTES = (
 
 # What a key that may is told of what is not there, or of a request without a body.
 NOT_THERE = (
+    "group_not_found",
+    "replay_not_found",
     *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
     *("worker_not_found", "engine_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
+    *("job_over", "agents_do_not_pull", "lease_over", "trace_not_found"),
 )
 
 
@@ -244,6 +269,35 @@ async def test_every_write_is_in_the_audit_with_who_and_how_it_ended(app: FastAP
     assert lines[1]["request_id"] == answer.headers["x-request-id"]
 
 
+async def test_the_audit_says_what_was_changed_and_no_secret(app: FastAPI, tmp_path: Path):
+    made = await make(app, owner="alice", scopes="jobs:read,jobs:write")
+    job = (await ask(app, "POST", "/v1/jobs", made["key"], json=SPEC)).json()["id"]
+    await ask(app, "PATCH", f"/v1/jobs/{job}", made["key"], json={"optimizer": {"lr": 5e-7}})
+    await ask(app, "POST", f"/v1/jobs/{job}/pause", made["key"])
+    await ask(app, "POST", f"/v1/jobs/{job}/pause", made["key"])
+    await ask(app, "DELETE", f"/v1/keys/{made['id']}", ADMIN)
+    text = (tmp_path / "audit.jsonl").read_text()
+    scopes = ["jobs:read", "jobs:write"]
+    said = {"owner": "alice", "scopes": scopes, "expires_at": None}
+    assert [json.loads(line)["changes"] for line in text.splitlines()] == [
+        [{"what": "key", "name": made["id"], "new": {"owner": "alice", "scopes": scopes}}],
+        [{"what": "job", "name": job, "new": {"owner": "alice", "model": "m"}}],
+        [{"what": "job", "name": job, "old": {"optimizer.lr": 1e-06}, "new": {"optimizer.lr": 5e-07}}],
+        [
+            {
+                "what": "job",
+                "name": job,
+                "old": {"desired_state": "running"},
+                "new": {"desired_state": "paused"},
+            }
+        ],
+        [],
+        [{"what": "key", "name": made["id"], "old": {name: said[name] for name in ("owner", "scopes")}}],
+    ]
+    assert made["key"] not in text
+    assert made["key"].rpartition("_")[2] not in text
+
+
 def test_who_asks_too_often_is_told_when_to_come_back_and_holds_up_nobody():
     clock = [0.0]
     limit = RateLimit(lambda: clock[0], per_s=2.0, burst=3.0)
@@ -254,7 +308,10 @@ def test_who_asks_too_often_is_told_when_to_come_back_and_holds_up_nobody():
 
 
 async def test_a_wild_loop_is_stopped_with_429(store: Store, ring: KeyRing, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.api.http.limits.RateLimit.wait_s", lambda self, name: 7)
+    async def seven(*given: Any) -> int:
+        return 7
+
+    monkeypatch.setattr("services.api.http.limits.SharedRateLimit.wait_s", seven)
     async with application(store, keys=[ADMIN], ring=ring) as app:
         answer = await ask(app, "GET", "/v1/jobs", ADMIN)
     assert (answer.status_code, error_of(answer)["code"]) == (429, "too_many_requests")

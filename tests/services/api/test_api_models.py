@@ -13,6 +13,7 @@ import pytest
 
 from services.api.submission import submit as submitting
 from services.files.data_dir import EnvironmentsDir
+from services.hosts.local import LocalHosts
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -38,7 +39,7 @@ async def worker(bus: Bus, store: Store, tmp_path: Path) -> AsyncIterator[None]:
     """A registered rollout worker that takes requests, in this process."""
     await store.fleet.register_worker(WorkerRecord(id="worker-0"))
     sites = Sites(EnvironmentRegistry(EnvironmentsDir(tmp_path / "environments")))
-    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, LocalHosts(Interpreters(tmp_path / "venvs")), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
     await cancel_all([running])
@@ -70,7 +71,7 @@ async def test_a_model_that_workers_alone_see_is_accepted(
     http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_files(tmp_path)
-    monkeypatch.setattr(submitting, "problem_of", lambda path: f"there is no directory {path}")
+    monkeypatch.setattr("gspo_core.model_files.refusal_of", lambda path, calls: f"there is no directory {path}")
     assert (await submit(http, model)).status_code == 201
 
 
@@ -94,6 +95,24 @@ async def test_files_that_are_here_and_wrong_are_refused_without_asking(
     error = error_of(await submit(http, model))
     assert error["code"] == "model_invalid"
     assert error["message"] == "qwen3 sets final_logit_softcapping, which the log-probs do not follow"
+
+
+async def test_a_model_that_sees_or_that_nothing_here_speaks_to_is_refused(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    model = write_files(tmp_path, SOUND | {"vision_config": {"depth": 2}})
+    error = error_of(await submit(http, model))
+    assert (error["code"], error["param"]) == ("model_invalid", "model")
+    assert "has parts that see or hear (vision_config)" in error["message"]
+    model = write_files(tmp_path)
+    (model / "chat_template.jinja").write_text("{{ tools }}[TOOL_CALLS]")
+    error = error_of(await submit(http, model))
+    assert error["code"] == "model_invalid"
+    assert error["message"].startswith(
+        "the model's template writes tool calls as Mistral does, which nothing here reads"
+    )
+    spoken = SPEC | {"model": str(model), "chat": {"calls": "none"}}
+    assert (await http.post("/v1/jobs", json=spoken)).status_code == 201
 
 
 async def test_a_repetition_finds_its_job_whatever_became_of_the_model(http: httpx.AsyncClient, tmp_path: Path) -> None:

@@ -14,34 +14,44 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from gspo_core.log.records import AcceptedJob
 from gspo_core.staleness import Position
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import EpisodeKey, Group, Split, Trajectory
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http.key_ring import KeyRing
 from services.api.http.repeats import OWN_WAY
+from services.files.batch_log import BatchLog
 from services.files.data_dir import EnvironmentsDir, KeysDir
 from services.files.job_dir import JobDir, step_name
+from services.files.job_records import JobRecords
+from services.hosts.local import LocalHosts
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
 from services.state.fleet_records import EngineRecord, WorkerRecord
+from services.state.functions import Functions
 from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
 from services.state.keys import job_key
+from services.state.loans import Loans
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from tests.core.segments import episode
 from tests.core.test_model_files import SOUND, write_files
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
 NUM_REPEATS = 100
+LEASE = "0" * 32
+TOLD = b'{"task": {}, "base_url": "http://gateway/v1", "api_key": "ep_1", "model": "policy"}'
 ADMIN = "an-admin-key"
 ENV = {"name": "sums", "source": {"type": "reference", "ref": "environments.calculator:Calculator"}}
 TRIAL = {"turns": [{"text": "42"}]}
 PUSHED = {
     "group": 0,
-    "member": 0,
+    "member": 2,
     "token_ids": [1, 2],
     "mask": [False, True],
     "logprobs": [0, -1],
@@ -55,12 +65,20 @@ POSTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/jobs": ("/v1/jobs", {"json": SPEC}),
     "/v1/jobs/{id}/pause": ("/v1/jobs/{job}/pause", {}),
     "/v1/jobs/{id}/resume": ("/v1/jobs/{job}/resume", {}),
+    "/v1/jobs/{id}/fork": ("/v1/jobs/{job}/fork", {"json": {"step": 0}}),
+    "/v1/jobs/{id}/retrain": ("/v1/jobs/{job}/retrain", {"json": {}}),
+    "/v1/jobs/{id}/replays": ("/v1/jobs/{job}/replays", {"json": {"first": 1}}),
     "/v1/jobs/{id}/cancel": ("/v1/jobs/{job}/cancel?mode=drain", {}),
     "/v1/jobs/{id}/trajectories": ("/v1/jobs/{job}/trajectories", {"json": {"trajectories": [PUSHED]}}),
     "/v1/jobs/{id}/environments/{index}/description": (
         "/v1/jobs/{job}/environments/0/description",
         {"json": {"num_tasks": {"train": 5}}},
     ),
+    "/v1/jobs/{id}/talk_keys": ("/v1/jobs/{job}/talk_keys", {}),
+    "/v1/jobs/{id}/episodes:lease": ("/v1/jobs/{job}/episodes:lease", {}),
+    "/v1/jobs/{id}/leases/{lease}/extend": (f"/v1/jobs/{{job}}/leases/{LEASE}/extend", {}),
+    "/v1/jobs/{id}/leases/{lease}/finish": (f"/v1/jobs/{{job}}/leases/{LEASE}/finish?reward=0.5", {}),
+    "/v1/jobs/{id}/leases/{lease}/release": (f"/v1/jobs/{{job}}/leases/{LEASE}/release", {}),
     "/v1/checkpoints/{job}/{epoch}/{step}/export": ("/v1/checkpoints/{job}/1/10/export", {}),
     "/v1/environments": ("/v1/environments", {"json": {**ENV, "name": "other"}}),
     "/v1/environments/uploads": (
@@ -106,7 +124,7 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 async def job(
     http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """That a trainer has; with a checkpoint, an open group, an environment and a worker beside it."""
+    """That a trainer has; with a checkpoint, a batch log, an open group, an environment and a worker beside it."""
     monkeypatch.chdir(tmp_path)
     for name in ("model", SPEC["model"]):  # the worker sees the models that jobs name
         (tmp_path / name).mkdir()
@@ -116,10 +134,19 @@ async def job(
     assert claim
     assert await store.versions.next(job, claim.token) == 0
     await store.versions.publish(job, claim.token, WeightsManifest(job, 0, 1, 0, (WeightFile("w", 1, "0" * 64),)))
-    await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
+    await bus.dispatch(job, claim.token, 0, size=3, split=Split.TRAIN, task_index=0)
+    token = await bus.join("gateway-0")
+    loans = Loans(Functions(bus._redis))
+    for lease in await bus.lease(job, "gateway-0", token, 2):
+        await loans.offer(lease.key, token, 0, TOLD)
+    await loans.lend(job, LEASE, 60)
+    record = await store.jobs.get(job)
+    JobRecords(JobDir(jobs_dir / job)).accept(AcceptedJob(record.spec, "0" * 64, record.created_at))
     path = JobDir(jobs_dir / job).checkpoints / step_name(Position(1, 10))
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
+    played = Trajectory(episode(EpisodeKey(job, 0, 0), [4]))
+    BatchLog(JobDir(jobs_dir / job)).write(1, 1, [Group(job, 0, Split.TRAIN, 0, 1, (played,))], {"staleness": {}})
     await store.fleet.register_worker(WorkerRecord(id="worker-0"))
     await store.fleet.register_engine(EngineRecord(id="http://engine-0", url="http://engine-0"))
     await http.post("/v1/environments", json=ENV)
@@ -129,7 +156,7 @@ async def job(
 @pytest.fixture
 async def worker(bus: Bus, jobs_dir: Path, tmp_path: Path) -> AsyncIterator[None]:
     sites = Sites(EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments")))
-    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, LocalHosts(Interpreters(tmp_path / "venvs")), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
     await cancel_all([running])
@@ -142,7 +169,7 @@ class Effects:
         self._store, self._ring, self._job = store, ring, job
         self._registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
         context = app.state.context
-        self.num_worker_requests = self.num_exports = self.num_wishes = 0
+        self.num_worker_requests = self.num_exports = self.num_replays = self.num_wishes = 0
         send, wish = context.worker_requests.send, context.store.jobs.set_desired_state
 
         async def counted_send(*args: Any, **options: Any) -> str:
@@ -153,12 +180,16 @@ class Effects:
         def counted_begin(*args: Any) -> None:
             self.num_exports += 1
 
+        def counted_replay(*args: Any) -> None:
+            self.num_replays += 1
+
         async def counted_wish(*args: Any) -> Any:
             self.num_wishes += 1
             return await wish(*args)
 
         context.worker_requests.send, context.exports.begin = counted_send, counted_begin
         context.store.jobs.set_desired_state = counted_wish
+        context.replays.begin = counted_replay
 
     async def seen(self) -> dict[str, Any]:
         return {
@@ -168,9 +199,12 @@ class Effects:
             "events": [(one.type, one.data) for one in await self._store.events.read(self._job, count=1000)],
             "wishes": self.num_wishes,
             "errands": self.num_worker_requests,
+            "offers": list((await Loans(self._store._functions).offers(self._job)).values()),
+            "talk keys": await self._store._functions.redis.hlen(job_key(self._job, "talk_keys")),
             "segments": await self._store._functions.redis.xlen(job_key(self._job, "segments")),
             "description": await self._store.environments.get(self._job, 0),
             "exports": self.num_exports,
+            "replays": self.num_replays,
             "drains": await self._store._functions.redis.hlen("gspo:{service}:drains"),
             "engine drains": await self._store._functions.redis.hlen("gspo:{service}:engine_drains"),
         }

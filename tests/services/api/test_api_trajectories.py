@@ -12,7 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.codec import decode
-from gspo_core.types import EpisodeKey, Split, WeightFile, WeightsManifest
+from gspo_core.types import EpisodeKey, Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.queue import Append, Bus
 from services.state.store import Claim, JobStatus, Store
 from services.trainer.groups.intake import Intake

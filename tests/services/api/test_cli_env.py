@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gspo_core.cli import main
 from services.process.children import die_with_parent
 from services.state.server import RedisServer
 from services.state.store import Store
+from tests.apparatus.warm_python import Child
 from tests.services.api.api_kit import GUESS, ApiProcess
 
 Gspo = Callable[..., tuple[int, str, str]]
@@ -26,8 +26,8 @@ def gspo(redis_server: RedisServer, store: Store, tmp_path: Path, capsys: pytest
     data = {"GSPO_DATA_DIR": str(tmp_path / "data")}
     own = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
     with ApiProcess(redis_server.url, GSPO_ENV_UPLOADS="true", **data) as api:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout"],
+        worker = Child(
+            ["-m", "services.rollout"],
             env=own | {"GSPO_REDIS_URL": redis_server.url} | data,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
+from services.engines.http_engine import open_http
 from services.engines.protocol import Generation
-from services.engines.sglang import EngineClient, open_http
+from services.engines.sglang import EngineClient
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.language import true_logprobs
 from tests.apparatus.sglang_process import SGLangProcess
@@ -116,14 +117,14 @@ class Subject:
         return max_difference(reported[start:end], expected[start:])
 
 
-def add_tokenizer(model_dir: Path) -> None:
+def add_tokenizer(model_dir: Path, *, eos: str | None = "<0>") -> None:
     """SGLang does not start without one. Bytes, then names for the rest of the vocabulary."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"<{number}>" for number in range(VOCAB_SIZE - len(letters)))]
     tokenizer = Tokenizer(tokenizer_models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", pad_token="<1>").save_pretrained(model_dir)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<1>").save_pretrained(model_dir)
 
 
 @contextlib.asynccontextmanager

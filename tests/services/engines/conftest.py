@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from services.engines.sglang import EngineClient, open_http
+from services.engines.http_engine import open_http
+from services.engines.sglang import EngineClient
+from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import NUM_VERSIONS, EngineProcess, Models, make_model
 
 
@@ -18,8 +20,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def shared_engine(models: Models) -> Iterator[EngineProcess]:
-    engine = EngineProcess(models.paths[0], "--max-concurrency", "64")
+def shared_engine(models: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
+    engine = EngineProcess(models.paths[0], "--max-concurrency", "64", python=warm_python.path)
     yield engine
     engine.close()
 

@@ -31,7 +31,7 @@ CONTEXT_LENGTH = 512
 _DEADLINE_S = 110.0
 
 
-def make_model(directory: Path, *, seed: int, hidden_size: int = 64) -> Path:
+def make_model(directory: Path, *, seed: int, hidden_size: int = 64, head_dim: int = 16) -> Path:
     """A random Qwen3 whose distributions are far from flat, so that a wrong context or version shows."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -43,7 +43,7 @@ def make_model(directory: Path, *, seed: int, hidden_size: int = 64) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT_LENGTH,
         initializer_range=0.1,
         tie_word_embeddings=True,
@@ -96,10 +96,16 @@ def random_prompt(generator: random.Random, length: int) -> list[int]:
 class EngineProcess:
     """``python -m services.engine`` as a child."""
 
-    def __init__(self, model: Path, *options: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *options: str,
+        python: Path | str = sys.executable,
+        module: Sequence[str] = ("services.engine",),
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "services.engine", "--model", str(model), "--port", str(port), *options]
+        command = [str(python), "-m", *module, "--model", str(model), "--port", str(port), *options]
         self.process = subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent()
         )

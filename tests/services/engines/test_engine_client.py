@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from services.engines.errors import EngineDirty, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.keys import KeyPair
 from services.engines.protocol import Generation, Span
-from services.engines.sglang import EngineClient, EngineProfile
+from services.engines.sglang import EngineClient
+from services.engines.sglang_versions import EngineProfile
 
 URL = "http://engine"
 
@@ -217,7 +219,7 @@ async def test_keys_go_where_they_belong() -> None:
         return httpx.Response(200, json={})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as http:
-        client = EngineClient(URL, http, api_key="user", admin_api_key="admin")
+        client = EngineClient(URL, http, KeyPair("user", "admin"))
         await client.model_info()
         await client.pause()
         await EngineClient(URL, http).abort("x")

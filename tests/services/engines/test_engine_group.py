@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from services.engines.errors import EngineRejected
 from services.engines.process_group import ProcessGroup
 from services.engines.sglang import EngineClient
+from services.engines.weight_buckets import buckets_in
 from services.process.ports import free_port
 from tests.services.engines.engine_kit import Models
 
@@ -35,26 +35,22 @@ async def sender(engine: EngineClient) -> tuple[ProcessGroup, str]:
     return group, name
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()]
-
-
 async def test_tensors_that_stop_coming_leave_the_old_weights_and_never_come_late(
     engine: EngineClient, models: Models
 ) -> None:
     """The sender gives up in the middle, the engine is loaded from disk, and then the rest arrives."""
     group, name = await sender(engine)
-    tensors = load_file(models.paths[1] / "model.safetensors")
-    told = asyncio.create_task(
-        engine.receive_weights(described(tensors), group=name, label="job/1/1", flush_cache=True)
-    )
-    first, *rest = tensors.values()
-    await group.broadcast([first])
+    first, *middle, last = buckets_in(models.paths[1], max_bytes=2**14)
+    assert middle
+    told = asyncio.create_task(engine.receive_weights(first.tensors, group=name, label=None, flush_cache=False))
+    await group.broadcast([first.data])
+    await told
     answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
     assert [span.label for span in answer.spans] == ["default"]
     assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
     await engine.load_weights(models.paths[2], "job/1/2")
-    await group.broadcast(rest)
+    told = asyncio.create_task(engine.receive_weights(last.tensors, group=name, label="job/1/1", flush_cache=True))
+    await group.broadcast([last.data])
     with pytest.raises(EngineRejected, match="in the meantime"):
         await told
     answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
@@ -77,12 +73,51 @@ async def test_tensors_that_do_not_fit_are_refused_before_any_is_sent(engine: En
     told = asyncio.create_task(
         engine.receive_weights([(norm, "float32", [64])], group=name, label="job/1/1", flush_cache=True)
     )
-    await group.broadcast([torch.full((64,), torch.nan)])
+    await group.broadcast([torch.full((64,), torch.nan).view(torch.uint8)])
     with pytest.raises(EngineRejected, match="finite"):
         await told
     with pytest.raises(EngineRejected, match="no group"):
         await engine.receive_weights([(norm, "float32", [64])], group="nobody", label="job/1/1", flush_cache=True)
     answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
     assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
+    await engine.leave_weight_group(name)
+    group.close()
+
+
+async def test_an_update_that_ends_without_a_version_changes_nothing_and_says_so(
+    engine: EngineClient, models: Models
+) -> None:
+    group, name = await sender(engine)
+    first, *_ = buckets_in(models.paths[1], max_bytes=2**14)
+    told = asyncio.create_task(engine.receive_weights(first.tensors, group=name, label=None, flush_cache=True))
+    await group.broadcast([first.data])
+    await told
+    with pytest.raises(EngineRejected, match="the weights are as before"):
+        await engine.end_weight_update()
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert [span.label for span in answer.spans] == ["default"]
+    assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
+    await engine.leave_weight_group(name)
+    group.close()
+
+
+async def test_tensors_that_are_sent_one_by_one_are_taken_as_well(engine: EngineClient, models: Models) -> None:
+    """As older senders do, and as the protocol has it where no format is named."""
+    group, name = await sender(engine)
+    tensors = load_file(models.paths[1] / "model.safetensors")
+    body = {
+        "names": list(tensors),
+        "dtypes": ["float32"] * len(tensors),
+        "shapes": [list(one.shape) for one in tensors.values()],
+        "group_name": name,
+        "weight_version": "job/1/1",
+    }
+    told = asyncio.create_task(engine._call("POST", "/update_weights_from_distributed", body, admin=True))
+    await group.broadcast(tensors.values())
+    await told
+    await engine.end_weight_update()
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert [span.label for span in answer.spans] == ["job/1/1"]
+    assert models.deviation(1, PROMPT, answer, 1.0) < TOLERANCE
     await engine.leave_weight_group(name)
     group.close()

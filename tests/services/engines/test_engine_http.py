@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.engines.sglang import open_http
+from services.engines.http_engine import open_http
 
 
 class Server:
@@ -160,7 +160,7 @@ async def test_a_cut_answer_a_late_one_and_no_server() -> None:
             await http.post(url)
     async with serving(lambda head, body: b"HTTP/1.1 200 OK\r\n") as (server, http):
         with pytest.raises(httpx.ReadTimeout):
-            await http.post(server.url, timeout=0.05)
+            await http.post(server.url, timeout=httpx.Timeout(60, read=0.05))
         await server.closed.wait()
 
 
@@ -177,5 +177,5 @@ async def test_a_cancelled_request_closes_its_connection() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.closed.wait()

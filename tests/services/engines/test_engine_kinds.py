@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines import kinds
 from services.engines.errors import EngineProtocolError, EngineUnavailable, NoSuchKind
+from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.engines.protocol import Connect, Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
 from services.engines.sglang import EngineClient
@@ -44,7 +45,7 @@ class Parrot:
 
 
 @asynccontextmanager
-async def open_parrots(_max_connections: int) -> AsyncIterator[Connect]:
+async def open_parrots(_max_connections: int, _keys: EngineKeys) -> AsyncIterator[Connect]:
     yield lambda address: Parrot(address)  # type: ignore[arg-type,return-value]
 
 

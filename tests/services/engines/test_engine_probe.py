@@ -92,7 +92,7 @@ async def test_logprobs_of_another_temperature_are_found(engine: ScriptedEngine)
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             asked = json.loads(await request.aread()) if request.url.path == "/generate" else {}
             response = await super().handle_async_request(request)
-            if asked.get("sampling_params", {}).get("temperature") == 3.0:
+            if asked.get("sampling_params", {}).get("temperature") == 2.0:
                 answer = json.loads(response.content)
                 (token_id,) = answer["output_ids"]
                 told = await engine.score([*asked["input_ids"], token_id])

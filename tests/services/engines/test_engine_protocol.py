@@ -12,6 +12,7 @@ import pytest
 
 from services.engines.errors import EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
+from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,
@@ -247,13 +248,16 @@ async def test_a_client_that_leaves_frees_its_request(engine: EngineClient, http
         await call
     await until_idle(engine)
     # without the courtesy of an abort: the connection is just cut
+    soon = httpx.Timeout(60, read=0.05)
     with pytest.raises(httpx.ReadTimeout):
-        await http.post(f"{engine.url}/generate", json=body(sampling={"max_new_tokens": 500}), timeout=0.05)
+        await http.post(f"{engine.url}/generate", json=body(sampling={"max_new_tokens": 500}), timeout=soon)
     await until_idle(engine)
 
 
-async def test_a_term_signal_hands_back_what_was_sampled(models: Models, http: httpx.AsyncClient) -> None:
-    server = EngineProcess(models.paths[0], "--weight-version", "job/0/0")
+async def test_a_term_signal_hands_back_what_was_sampled(
+    models: Models, http: httpx.AsyncClient, warm_python: WarmPython
+) -> None:
+    server = EngineProcess(models.paths[0], "--weight-version", "job/0/0", python=warm_python.path)
     try:
         engine = EngineClient(server.url, http)
         call = asyncio.create_task(engine.generate([1], max_new_tokens=500, temperature=1.0, stop_token_ids=[]))
@@ -263,7 +267,7 @@ async def test_a_term_signal_hands_back_what_was_sampled(models: Models, http: h
         assert partial.finish_reason == "abort"
         assert len(partial.output_ids) >= 19
         assert [span.label for span in partial.spans] == ["job/0/0"]
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=60) == 0
     finally:
         server.close()
     with pytest.raises(EngineUnavailable):

@@ -35,7 +35,7 @@ def ask(client: EngineClient, num: int = 5, **changes: Any) -> asyncio.Task[Gene
 
 
 async def until_asked(engine: ScriptedEngine) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (engine.waiting or engine.running):
             await asyncio.sleep(0)
 

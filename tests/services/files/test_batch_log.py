@@ -19,15 +19,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from gspo_core import codec
+from gspo_core.invariants import InvalidValue
+from gspo_core.log.history import batches_after
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import EpisodeKey, Group, InvalidValue, Outcome, Segment, Split, StopReason, Trajectory
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from services.files.batch_log import (
     BatchLog,
     BatchLogExists,
     BatchLogNotFound,
     DamagedBatchLog,
-    batches_after,
     read_batch,
     spent,
 )
@@ -301,8 +302,8 @@ class TestDamage:
             read_batch(path)
 
     def test_another_schema(self, path: Path) -> None:
-        path.write_bytes(self.sealed(self.indexed(), schema=2))
-        with pytest.raises(DamagedBatchLog, match="schema 2"):
+        path.write_bytes(self.sealed(self.indexed(), schema=4))
+        with pytest.raises(DamagedBatchLog, match="schema 4"):
             read_batch(path)
 
     def test_another_kind_of_file(self, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -20,7 +21,24 @@ from services.files.job_records import AcceptedJob, JobRecords
 from services.trainer.building import make_learner
 from tests.core.learner_support import make_sequences, with_behavior, write_model
 
+LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
+
+def check_adapter(model_dir: Path, export: Path) -> None:
+    """`peft` puts the additions over the base model, and computes what the whole export computes."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    base, whole = load(model_dir).eval(), load(export).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        plain, merged = base(ids).logits, whole(ids).logits
+        added = peft.PeftModel.from_pretrained(base, export / "adapter").eval()(ids).logits
+    assert (added - merged).abs().max() < 1e-5 < (plain - merged).abs().max()
+    said = json.loads((export / "adapter" / "adapter_config.json").read_text())
+    assert set(said["target_modules"]) == LAYERS
+
+
+# peft asks transformers by a name that transformers gives up
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +68,7 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
     )
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
     assert any(not torch.equal(exported[name], start[name]) for name in start)
+    check_adapter(model_dir, target)
     assert (target / "tokenizer.json").is_file()
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ExportFailed, match="exists"):

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_core.types import InvalidValue, WeightsManifest
+from gspo_core.invariants import InvalidValue
+from gspo_core.versions import WeightsManifest
 from services.files.job_dir import JobDir
 from services.files.weights import MANIFEST_NAME, DamagedVersion, VersionExists, VersionNotFound, WeightStore
 from tests.services.files.file_events import recorded

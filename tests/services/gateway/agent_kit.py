@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+import httpcore
 
 from gspo_core.chat import HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Llm, Start
@@ -14,8 +18,14 @@ from gspo_core.messages import Message
 from gspo_core.types import Split
 from services.gateway.attempt import AgentDriver
 from services.gateway.door import Door
+from services.gateway.judge_keys import JudgeKeys
+from services.gateway.judging import Judges
 from services.gateway.keys import Keys
+from services.gateway.outbound_http import OutboundHttp
+from services.gateway.pulled import LoanBoard
 from services.gateway.turns import Answer, Refusal
+from services.state.functions import Functions
+from services.state.loans import Loans
 from services.state.queue import EpisodeLease
 from services.workers.setting import EpisodeSetting, Order
 from tests.services.gateway.gateway_kit import read, request
@@ -79,6 +89,8 @@ class AgentWorld:
     doors: Doors
     replayable: bool = False
     services: dict[str, asyncio.Task[float | None]] | None = None
+    pulls: bool = False
+    """Nothing is started."""
     starts: list[str] = field(default_factory=list)
     limits: Mapping[str, Any] = field(default_factory=dict)
     name: str = "tests:agent"
@@ -115,7 +127,9 @@ class AgentHere:
         self._llm = llm
 
     async def start(self, task: Mapping[str, Any], seed: int) -> Start:
-        world = self._world
+        world, self._task = self._world, task
+        if world.pulls:
+            return Start((), ())
         services = world.services if world.services is not None else {}
         running = services.get(self._llm.episode)
         if running is None:
@@ -125,6 +139,9 @@ class AgentHere:
         self._running = running
         return Start((), ())
 
+    async def handed_out(self) -> str:
+        return json.dumps(self._task)
+
     async def ended(self) -> None:
         assert self._running is not None
         try:
@@ -133,7 +150,8 @@ class AgentHere:
             raise EnvironmentFailed("agent", f"{type(error).__name__}: {error}") from error
 
     async def score(self) -> tuple[float, dict[str, float]]:
-        assert self._running is not None
+        if self._running is None:
+            raise EnvironmentFailed("score", NO_REWARD)
         if not self._running.done() or self._running.exception() is not None or self._running.result() is None:
             raise EnvironmentFailed("score", NO_REWARD)
         return float(self._running.result() or 0.0), {}
@@ -152,13 +170,22 @@ class AgentHere:
         raise AssertionError
 
 
-def agent_setting(table: Table, codec: HermesCodec, policy: Any, entrance: Door, **changes: Any) -> EpisodeSetting:
-    driver = AgentDriver(entrance, "http://gateway/v1", lambda: 1_700_000_000.0)
+def no_judges() -> Judges:
+    """Nothing may be connected to."""
+    return Judges(OutboundHttp(httpcore.AsyncConnectionPool(), ()), JudgeKeys(), random.Random(0))
+
+
+def agent_setting(
+    table: Table, codec: HermesCodec, policy: Any, entrance: Door, judges: Judges | None = None, **changes: Any
+) -> EpisodeSetting:
+    board = LoanBoard(Loans(Functions(table.redis)), look_s=0.01)
+    given = judges or no_judges()
+    driver = AgentDriver(entrance, "http://gateway/v1", lambda: 1_700_000_000.0, board, given)
     return replace(make_setting(table, codec, policy), driver=driver, **changes)
 
 
 def agent_order(lease: EpisodeLease, world: AgentWorld, **changes: Any) -> Order:
     agent = {"url": "http://agent.example/run"} if world.services is not None else {}
-    environments = [{"ref": "tests:agent", "agent": agent}]
+    environments = [{"ref": "tests:agent", "agent": agent | changes.pop("agent", {})}]
     given = spec(environments=environments, **changes)
     return Order.from_spec(given, cast(Environment, world), lease, model_context_tokens=4096)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
+from starlette.middleware import Middleware
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
@@ -76,6 +77,9 @@ class FakeAnswering:
             raise self._scripted.refusal
         yield self.answer
 
+    async def whole(self) -> Answer:
+        return [one async for one in self if isinstance(one, Answer)][-1]
+
     async def delivered(self) -> None:
         self.fate.append("delivered")
 
@@ -136,13 +140,15 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def serving(turns: FakeTurns, pace: Pace | None = None) -> AsyncIterator[Gateway]:
+async def serving(
+    turns: FakeTurns, pace: Pace | None = None, forwarding: Middleware | None = None
+) -> AsyncIterator[Gateway]:
     """A gateway before these turns, on a port of this machine, as the process serves it."""
     stop, stopping, port = asyncio.Event(), asyncio.Event(), free_port()
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
         gateway = Gateway(url, http, stopping)
-        app = build_app(turns, is_ready=lambda: gateway.is_ready, stopping=stopping, pace=pace)
+        app = build_app(turns, is_ready=lambda: gateway.is_ready, stopping=stopping, pace=pace, forwarding=forwarding)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(serve_http(app, "127.0.0.1", port, stop, grace_s=1, settings="none", lifespan=False))
             try:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gspo_core.chat import HermesCodec
-from gspo_core.codec import decode
+from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.messages import Message, ToolSchema
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
@@ -27,7 +27,7 @@ from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.tape import Tape
 from services.gateway.turns import Answer, Ask
-from services.state.queue import Append, EpisodeLease, Fenced, Gap, Snapshot
+from services.state.queue import Append, EpisodeLease, Fenced, Gap, Kept, Snapshot
 from services.workers.setting import EpisodeSetting, Order
 from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import JOB, Speech, answer_of, make_order, world
@@ -59,7 +59,7 @@ def result(answer: Answer, text: str, place: int = 0) -> Message:
 
 def request(*messages: Message, **fields: Any) -> Ask:
     """With the digest that a dialect would give it."""
-    parts = {name: fields.get(name) for name in ("tools", "max_tokens", "stop")}
+    parts = {name: fields.get(name) for name in ("tools", "choice", "max_tokens", "stop")}
     return Ask(tuple(messages), digest=repr((messages, parts)), **fields)
 
 
@@ -98,6 +98,7 @@ class BabblingPolicy:
         temperature: float,
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
+        sampling_seed: int | None = None,
     ) -> Sampled:
         prompt = list(input_ids)
         await asyncio.sleep(0)
@@ -147,6 +148,8 @@ class HeldRecords:
         self.snapshot: Snapshot | None = None
         self.token = "token"
         self.attempt = 0
+        self.calls: list[list[str]] = []
+        """What each call stored."""
         self.calls_left: int | None = None
         """After so many writes the process is dead."""
 
@@ -158,20 +161,24 @@ class HeldRecords:
         if (token, attempt) != (self.token, self.attempt):
             raise Fenced("not yours")
 
-    async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
+    async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
+        """All of it or nothing."""
         await asyncio.sleep(0)
+        payloads, snapshot = list(self.payloads), self.snapshot
         for item in appends:
-            self._check(token, item.attempt)
-            if item.index != len(self.payloads):
-                raise Gap(f"{item.index} after {len(self.payloads)}")
-            self.payloads.append(item.payload)
+            self._check(token, item.snapshot.attempt if isinstance(item, Kept) else item.attempt)
+            index = item.snapshot.num_segments if isinstance(item, Kept) else item.index
+            if index != len(payloads):
+                raise Gap(f"{index} after {len(payloads)}")
+            if isinstance(item, Kept):
+                snapshot = item.snapshot
+            else:
+                payloads.append(item.payload)
+        self.payloads, self.snapshot = payloads, snapshot
+        self.calls.append(["turns" if isinstance(item, Kept) else "segment" for item in appends])
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
-        await asyncio.sleep(0)
-        self._check(token, snapshot.attempt)
-        if snapshot.num_segments != len(self.payloads):
-            raise Gap("snapshot")
-        self.snapshot = snapshot
+        raise NotImplementedError("an agent's episode is kept with its segments")
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
         return self.snapshot
@@ -208,7 +215,7 @@ def quick_setting(
 
 
 def quick_order(**changes: Any) -> Order:
-    lease = EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1)
+    lease = changes.pop("lease", EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, reads=NEWEST_SCHEMA))
     limits = {"max_turns": 1000, "max_tool_calls": 1000, "max_episode_tokens": 100_000, "max_context_tokens": 4096}
     limits |= changes.pop("limits", {})
     return make_order(lease, world(), limits=limits, **changes)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from gspo_core.messages import Message, ToolSchema
 from gspo_core.strict_json import parse
+from services.gateway.turns import AUTO, ToolChoice
 from tests.services.gateway.fake_turns import KEY, MODEL
 
 Wire = dict[str, Any]
@@ -43,6 +44,7 @@ class Speaker(Protocol):
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        choice: ToolChoice = AUTO,
     ) -> Wire: ...
 
     def read(self, body: Wire) -> Said: ...
@@ -80,10 +82,14 @@ class Chat:
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        choice: ToolChoice = AUTO,
     ) -> Wire:
         more: Wire = {"max_completion_tokens": max_tokens} if max_tokens else {}
         more |= {"tools": list(tools)} if tools else {}
         more |= {"stop": list(stop)} if stop else {}
+        if choice != AUTO:
+            named = {"type": "function", "function": {"name": choice.name}}
+            more["tool_choice"] = named if choice.name else choice.mode
         return {"model": MODEL, "messages": [self._message(one) for one in messages], **more}
 
     def _message(self, message: Message) -> Wire:
@@ -154,11 +160,14 @@ class Responses:
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        choice: ToolChoice = AUTO,
     ) -> Wire:
         assert not stop
         more: Wire = {"max_output_tokens": max_tokens} if max_tokens else {}
         if tools:
             more["tools"] = [{"type": "function", **one["function"]} for one in tools]
+        if choice != AUTO:
+            more["tool_choice"] = {"type": "function", "name": choice.name} if choice.name else choice.mode
         items = [item for message in messages for item in self._items(message)]
         return {"model": MODEL, "input": items, **more}
 
@@ -253,6 +262,7 @@ class Messages:
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        choice: ToolChoice = AUTO,
     ) -> Wire:
         more: Wire = {"stop_sequences": list(stop)} if stop else {}
         if messages[0]["role"] == "system":
@@ -260,10 +270,15 @@ class Messages:
             messages = messages[1:]
         if tools:
             more["tools"] = [_tool_of_anthropic(one) for one in tools]
+        if choice.name:
+            more["tool_choice"] = {"type": "tool", "name": choice.name}
+        elif choice != AUTO:
+            more["tool_choice"] = {"type": "any" if choice.mode == "required" else choice.mode}
         sent: list[Wire] = []
         for one in messages:
             role, content = self._content(one)
-            if sent and sent[-1]["role"] == role == "user":
+            # Not behind a text: a client that leaves out an empty answer would make one message of two.
+            if sent and sent[-1]["role"] == role == "user" and sent[-1]["content"][-1]["type"] == "tool_result":
                 sent[-1]["content"] += content
             else:
                 sent.append({"role": role, "content": content})

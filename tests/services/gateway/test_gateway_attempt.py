@@ -81,7 +81,7 @@ async def test_the_agents_value_is_the_reward(table: Table, codec: HermesCodec) 
     assert (outcome.reward, outcome.metrics["turns"], outcome.metrics["forks"]) == (0.5, 2, 0)
     judge(record, play.policy.served)
     assert {segment.branch for segment in record} == {0}
-    assert play.world.starts == [f"{KEY}/0"]
+    assert play.world.starts == [f"{KEY}/0/0"]
 
 
 @pytest.mark.parametrize("returned", [None, 0.75])
@@ -99,6 +99,7 @@ async def test_posted_rewards_stand_before_what_the_agent_returns(
     assert await play.run() is StopReason.COMPLETED
     outcome = await play.outcome()
     assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.25})
+    assert (await play.record())[-1].turn_rewards == ((0, 0.25),)
 
 
 async def test_an_agent_without_a_reward_has_none(table: Table, codec: HermesCodec) -> None:
@@ -109,6 +110,18 @@ async def test_an_agent_without_a_reward_has_none(table: Table, codec: HermesCod
     assert await play.run(limits={"retries": 1}) is StopReason.ENV_ERROR
     assert (await play.outcome()).reward is None
     assert len(play.world.starts) == 2
+    assert play.setting.counters["rewards/missing"] == 2
+    assert play.setting.counters["agents/asked_nothing"] == 0
+
+
+async def test_an_agent_that_asks_for_nothing_is_counted(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        return 1.0
+
+    play = Play(table, codec, agent)
+    assert await play.run() is StopReason.COMPLETED
+    assert play.setting.counters["agents/asked_nothing"] == 1
+    assert play.setting.counters["turns/asked"] == 0
 
 
 async def test_an_agent_that_fails_is_begun_again_with_another_key(table: Table, codec: HermesCodec) -> None:
@@ -206,7 +219,7 @@ async def test_an_agent_elsewhere_goes_on_at_another_gateway(table: Table, codec
     judge(record, play.policy.served)
     assert told == ["turn-0-0", "turn-0-1"]
     assert {(segment.attempt, segment.branch) for segment in record} == {(0, 0)}
-    assert play.world.starts == [f"{KEY}/0"]
+    assert play.world.starts == [f"{KEY}/0/0"]
     assert play.setting.counters["episodes/resumed"] == 1
 
 
@@ -291,6 +304,25 @@ async def test_a_turn_that_nobody_had_is_not_trained(table: Table, codec: Hermes
     assert trajectory.num_trained == sum(len(play_turn(record, turn)) for turn in (1, 2))
     assert play.setting.counters["turns/untrained"] == 1
     assert play.setting.counters["tokens/untrained"] == len(play_turn(record, 0))
+    found = {name: play.setting.counters[name] for name in ("turns/asked", "answers/delivered", "answers/undelivered")}
+    assert found == {"turns/asked": 3, "answers/delivered": 2, "answers/undelivered": 1}
+
+
+async def test_a_turn_that_the_agent_pays_was_had(table: Table, codec: HermesCodec) -> None:
+    """Also where the process that sent it died before it could note that."""
+
+    async def agent(llm: Client) -> float:
+        delivery = await llm.doors.now.ask(llm.llm.api_key, request(HI))
+        await read(delivery)
+        delivery.dropped()
+        await llm.doors.now.reward(llm.llm.api_key, 0.5, turn=delivery.id)
+        return 0.0
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run() is StopReason.COMPLETED
+    record = await play.record()
+    assert record[-1].untrained_turns == ()
+    assert Trajectory(tuple(record)).num_trained == len(play_turn(record, 0))
 
 
 async def test_turns_that_are_gone_on_from_were_had(table: Table, codec: HermesCodec) -> None:
@@ -306,3 +338,18 @@ async def test_turns_that_are_gone_on_from_were_had(table: Table, codec: HermesC
     play = Play(table, codec, agent, "Hello.", "Fine.", "Well.")
     assert await play.run() is StopReason.COMPLETED
     assert (await play.record())[-1].untrained_turns == ()
+
+
+async def test_turns_say_in_whose_name_they_were_asked_for(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        first = await llm.say(HI, user="ann")
+        second = await llm.say(HI, said(first), user("more"))
+        await llm.say(HI, said(first), user("more"), said(second), user("again"), user="bob")
+        return 1.0
+
+    play = Play(table, codec, agent, "Hello.", "Fine.", "Well.")
+    assert await play.run(rollout={"chunk_tokens": 3, "group_size": 2}) is StopReason.COMPLETED
+    record = await play.record()
+    named = {segment.turn: segment.user for segment in record if segment.asked is not None}
+    assert named == {0: "ann", 1: "", 2: "bob"}
+    assert all(not segment.user for segment in record if segment.asked is None)

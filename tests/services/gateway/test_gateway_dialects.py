@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gspo_core.messages import Message, ParameterSchema, ToolSchema
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.dialect import Heading
-from services.gateway.turns import Answer, Piece, Usage
+from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
 from tests.services.gateway.fake_turns import MODEL, FakeTurns, Scripted, call, schema, serving, texts
-from tests.services.gateway.speakers import SPEAKERS, Said, Speaker
+from tests.services.gateway.speakers import SPEAKERS, Said, Speaker, Wire
 
 ADD: ToolSchema = {
     "type": "function",
@@ -59,17 +59,39 @@ class Case:
     tools: Sequence[ToolSchema] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    choice: ToolChoice = AUTO
+    seed: int | None = None
+
+    def sent(self, body: Wire) -> Wire:
+        """``body``, with the fields that every dialect writes alike."""
+        return body if self.seed is None else {**body, "seed": self.seed}
 
 
 CASES = (
     Case("a question", Scripted("5")),
     Case("a system message", Scripted("5"), (SYSTEM, USER)),
     Case("what the assistant said before", Scripted("7"), (USER, {"role": "assistant", "content": "5"}, USER)),
+    Case("a seed", Scripted("5"), seed=7),
+    Case("another seed", Scripted("5"), seed=-(2**63)),
+    Case("the seed nought", Scripted("5"), seed=0),
     Case("a bound of tokens", Scripted("The answ", finish="length"), max_tokens=4),
     Case("a text that stops", Scripted("5", stop_text="\n\n"), stop=("\n\n", "END")),
     Case("a call", Scripted(calls=(call("add", {"a": 2, "b": 3}),)), tools=(ADD, NOW)),
     Case("text and a call", Scripted("Let me see.", (call("add", {"a": 2, "b": 3}),)), tools=(ADD,)),
     Case("parallel calls", Scripted(calls=(call("add", {"a": 2, "b": 3}), call("now", {}))), tools=(ADD, NOW)),
+    Case(
+        "a call that was asked for",
+        Scripted(calls=(call("now", {}),)),
+        tools=(ADD, NOW),
+        choice=ToolChoice("required"),
+    ),
+    Case(
+        "a call of a tool that was named",
+        Scripted(calls=(call("now", {}),)),
+        tools=(ADD, NOW),
+        choice=ToolChoice("required", "now"),
+    ),
+    Case("no calls wanted", Scripted("<tool_call>"), tools=(ADD, NOW), choice=ToolChoice("none")),
     Case("equal calls", Scripted(calls=(call("now", {}), call("now", {}))), tools=(NOW,)),
     Case(
         "results of parallel calls",
@@ -135,7 +157,7 @@ async def test_every_case_is_the_same_ask_and_the_same_answer(speaker: Speaker):
     turns = FakeTurns([case.scripted for case in cases for _ in range(2)])
     async with serving(turns) as gateway:
         for number, case in enumerate(cases):
-            body = speaker.body(case.messages, case.tools, case.max_tokens, case.stop)
+            body = case.sent(speaker.body(case.messages, case.tools, case.max_tokens, case.stop, case.choice))
             whole = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
             assert whole.status_code == 200, (case.name, whole.text)
             assert "x-gspo-ignored" not in whole.headers
@@ -153,6 +175,7 @@ async def test_every_case_is_the_same_ask_and_the_same_answer(speaker: Speaker):
             assert first == second
             assert list(first.messages) == list(case.messages), case.name
             assert list(first.tools) == list(case.tools)
+            assert (first.choice, first.seed) == (case.choice, case.seed)
             assert (first.stop, first.repeat_key, first.is_retry) == (case.stop, "", False)
             if "messages" not in speaker.path:
                 assert first.max_tokens == case.max_tokens
@@ -172,11 +195,17 @@ async def test_equal_asks_have_equal_digests_in_every_dialect_and_others_do_not(
         digests: dict[str, set[str]] = {}
         for case in cases:
             for speaker in SPEAKERS.values():
-                body = speaker.body(case.messages, case.tools, case.max_tokens or 1000)
-                await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
-                digests.setdefault(str((case.messages, case.tools, case.max_tokens)), set()).add(turns.asks[-1].digest)
+                body = speaker.body(case.messages, case.tools, case.max_tokens or 1000, choice=case.choice)
+                await gateway.http.post(speaker.path, json=case.sent(body), headers=speaker.headers)
+                asked = str((case.messages, case.tools, case.max_tokens, case.choice, case.seed))
+                digests.setdefault(asked, set()).add(turns.asks[-1].digest)
     assert all(len(found) == 1 for found in digests.values())
     assert len(set().union(*digests.values())) == len(digests)
+
+
+def test_digests_of_requests_without_a_seed_are_those_that_earlier_releases_have_stored():
+    asked = DIALECTS[SPEAKERS["chat"].path].read(SPEAKERS["chat"].body([USER]), {}).ask
+    assert asked.digest == "e033857daafdefa0cdb749b36ca41f8ac2d45b1cd16737cefd03174a4b7d7539"
 
 
 def test_the_order_of_keys_makes_no_other_ask():

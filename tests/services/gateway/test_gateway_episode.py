@@ -13,7 +13,8 @@ from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.gateway.history import Rewritten
-from services.gateway.turns import Answer, Refusal, RefusalKind, VersionSpan
+from services.gateway.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
+from services.state.fleet_records import WorkerRecord
 from tests.services.gateway.gateway_kit import (
     ADD,
     BabblingPolicy,
@@ -27,7 +28,7 @@ from tests.services.gateway.gateway_kit import (
     take,
     user,
 )
-from tests.services.rollout.rollout_kit import Speech, until
+from tests.services.rollout.rollout_kit import Speech, stitched, until
 
 HI = user("hi")
 
@@ -69,6 +70,21 @@ async def test_a_conversation_goes_on_behind_the_sampled_ids(codec: HermesCodec)
     assert second.usage.num_stored_tokens == first.usage.num_prompt_tokens + first.usage.num_sampled_tokens
 
 
+async def test_open_requests_and_repeated_ones_are_counted(codec: HermesCodec) -> None:
+    one = bench(codec, "Hello.")
+    first = await one.episode.ask(request(HI, repeat_key="a"))
+    second = await one.episode.ask(request(HI, repeat_key="a"))
+    assert open_requests(one) == 2
+    assert (await take(first)).id == (await take(second)).id
+    assert open_requests(one) == 0
+    assert (one.counters["turns/asked"], one.counters["turns/repeated"]) == (1, 1)
+
+
+def open_requests(one: Bench) -> int:
+    """As the record of a gateway with these counters has it."""
+    return WorkerRecord(id="g", counters=dict(one.counters)).open_requests
+
+
 async def test_calls_and_their_results_go_on_whatever_ids_and_spelling_the_client_uses(codec: HermesCodec) -> None:
     one = calling(codec, 2)
     first = await one.ask(HI, tools=(ADD,))
@@ -92,6 +108,98 @@ async def test_what_cannot_be_read_as_a_call_stays_in_the_text(codec: HermesCode
     assert (first.text, first.calls, first.finish) == ("<tool_call>nonsense</tool_call>", (), "stop")
     await one.ask(HI, said(first), user("again"), tools=(ADD,))
     assert "drift/forks" not in one.counters
+
+
+MUST, MUST_ADD = ToolChoice("required"), ToolChoice("required", "add")
+
+
+@pytest.mark.parametrize(
+    ("choice", "sampled"),
+    [
+        (MUST, '{"name": "add", "arguments": {"amount": 2}}\n</tool_call>'),
+        (MUST_ADD, ' {"amount": 2}}\n</tool_call>'),
+    ],
+)
+async def test_a_required_call_is_begun_with_ids_that_are_not_sampled(
+    codec: HermesCodec, choice: ToolChoice, sampled: str
+) -> None:
+    one = bench(codec, sampled, "done")
+    first = await one.ask(HI, tools=(ADD,), choice=choice)
+    assert (first.text, [(call.name, call.arguments) for call in first.calls]) == ("", [("add", {"amount": 2})])
+    second = await one.ask(HI, said(first), result(first, "2"), tools=(ADD,))
+    assert second.text == "done"
+    assert "drift/forks" not in one.counters
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    ids, masks = stitched(record), stitched(record, "action_mask")
+    prompt = codec.render([HI], [ADD])
+    begun = codec.call_opening(choice.name)
+    assert ids[: len(prompt) + len(begun)] == [*prompt, *begun]
+    assert masks.index(True) == len(prompt) + len(begun)
+    assert first.usage.num_sampled_tokens == len(Speech(codec).say(sampled))
+    assert second.usage.num_stored_tokens == first.usage.num_prompt_tokens + first.usage.num_sampled_tokens
+
+
+async def test_what_was_begun_and_is_no_call_is_text(codec: HermesCodec) -> None:
+    one = bench(codec, "well", "fine")
+    first = await one.ask(HI, tools=(ADD,), choice=MUST)
+    assert (first.text, first.calls, first.finish) == ("<tool_call>\nwell", (), "stop")
+    await one.ask(HI, said(first), user("again"), tools=(ADD,))
+    assert "drift/forks" not in one.counters
+
+
+async def test_the_same_conversation_with_another_choice_is_another_sample(codec: HermesCodec) -> None:
+    one = bench(codec, " {}}\n</tool_call>", "no", ' {"amount": 3}}\n</tool_call>')
+    await one.ask(HI, tools=(ADD,), choice=MUST_ADD)
+    plain = await one.ask(HI, tools=(ADD,))
+    third = await one.ask(HI, said(plain), user("add"), tools=(ADD,), choice=MUST_ADD)
+    assert (plain.text, third.calls[0].arguments) == ("no", {"amount": 3})
+    assert one.counters[f"drift/forks_{Rewritten.RESAMPLED}"] == one.counters["drift/forks"] == 1
+    judge(one.records.segments(), one.policy.served)
+    assert one.policy.served[1].prompt == codec.render([HI], [ADD])
+
+
+async def test_where_no_calls_are_wanted_they_are_told_as_text(codec: HermesCodec) -> None:
+    one = calling(codec, 2)
+    first = await one.ask(HI, tools=(ADD,), choice=ToolChoice("none"))
+    written = '<tool_call>{"name": "add", "arguments": {"amount": 2}}</tool_call>'
+    assert (first.text, first.calls, first.finish) == (written, (), "stop")
+    second = await one.ask(HI, said(first), user("well?"), tools=(ADD,))
+    assert second.text == "done"
+    assert "drift/forks" not in one.counters
+    assert one.episode.num_calls == 0
+
+
+async def test_a_model_whose_calls_have_no_beginning_is_not_asked_for_one(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bench(codec, "fine")
+    monkeypatch.setattr(codec, "call_opening", lambda name="": [])
+    refusal = await refused(one.episode.ask(request(HI, tools=(ADD,), choice=MUST)))
+    assert (refusal.kind, refusal.param) == (RefusalKind.INVALID, "tool_choice")
+    assert one.records.payloads == []
+
+
+@pytest.mark.parametrize("said_nothing", ["", "\n\n", "<think>Hm.</think>"])
+async def test_an_answer_of_nothing_may_be_left_out(codec: HermesCodec, said_nothing: str) -> None:
+    """Packages drop an empty message; what was sampled for it stays, and the conversation goes on behind it."""
+    one = bench(codec, said_nothing, "", "Yes.", "Fine.")
+    await one.ask(HI)
+    await one.ask(HI, user("so?"))
+    third = await one.ask(HI, user("so?"), user("and?"))
+    assert third.text == "Yes."
+    await one.ask(HI, user("so?"), user("and?"), said(third), user("well"))
+    assert "drift/forks" not in one.counters
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    assert {segment.branch for segment in record} == {0}
+
+
+async def test_an_answer_of_something_is_not_left_out_in_silence(codec: HermesCodec) -> None:
+    one = bench(codec, "Well.", "Yes.")
+    await one.ask(HI)
+    await one.ask(HI, user("so?"))
+    assert one.counters[f"drift/forks_{Rewritten.EDITED_HISTORY}"] == one.counters["drift/forks"] == 1
 
 
 async def test_versions_of_a_turn_are_told_as_spans(codec: HermesCodec) -> None:
@@ -160,6 +268,7 @@ async def test_words_put_into_the_policys_mouth_are_rendered_and_not_trained(cod
         ([user("so far: greetings"), user("how are you?")], (), Rewritten.COMPACTED),
         ([HI], (ADD,), Rewritten.TOOLS_CHANGED),
         ([HI, user("changed")], (), Rewritten.EDITED_HISTORY),
+        ([{"role": "system", "content": "You are another."}, HI], (), Rewritten.SUB_AGENT),
     ],
 )
 async def test_another_conversation_names_its_reason(
@@ -171,6 +280,18 @@ async def test_another_conversation_names_its_reason(
     await one.ask(*messages, tools=tools)
     assert one.counters[f"drift/forks_{reason}"] == 1
     judge(one.records.segments(), one.policy.served)
+
+
+async def test_a_sub_agent_that_is_called_again_is_one_again(codec: HermesCodec) -> None:
+    """Its instructions are the same each time; what it is asked is not."""
+    one = bench(codec, "Hello.", "a", "b", "c")
+    await one.ask(HI)
+    helper: Message = {"role": "system", "content": "You help."}
+    first = await one.ask(helper, user("with a"))
+    await one.ask(helper, user("with b"))
+    assert one.counters[f"drift/forks_{Rewritten.SUB_AGENT}"] == one.counters["drift/forks"] == 2
+    await one.ask(helper, user("with a"), said(first) | {"content": "z"}, user("more"))
+    assert one.counters[f"drift/forks_{Rewritten.EDITED_HISTORY}"] == 1
 
 
 async def test_one_key_is_one_turn_also_while_it_is_sampled(codec: HermesCodec) -> None:
@@ -340,6 +461,20 @@ async def test_rewards_are_kept_once_for_each_token(codec: HermesCodec) -> None:
         one.episode.reward(float("nan")),
     ]:
         assert (await refused(bad)).kind is RefusalKind.INVALID
+
+
+async def test_a_turn_is_stored_in_one_with_its_first_tokens(codec: HermesCodec) -> None:
+    """So nothing is stored before it is sampled, and the next request waits for no storing of its own."""
+    one = bench(codec, "a speech of so many tokens", rollout={"group_size": 2, "chunk_tokens": 10})
+    delivery = await one.episode.ask(request(HI))
+    assert one.records.calls == []
+    await read(delivery)
+    first, *rest = one.records.calls
+    assert (first[-1], first.count("turns")) == ("turns", 1)
+    assert len(rest) > 0
+    assert all("turns" not in call for call in rest)
+    await delivery.delivered()
+    assert one.records.calls[-1] == ["turns"]
 
 
 async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(

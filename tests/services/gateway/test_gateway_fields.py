@@ -26,6 +26,7 @@ FULL: dict[str, Wire] = {
     "chat": {
         "model": "policy",
         "stream_options": {},
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
         "tools": [{"type": "function", "function": {**_TOOL}}],
         "messages": [
             {
@@ -40,6 +41,7 @@ FULL: dict[str, Wire] = {
     "responses": {
         "model": "policy",
         "text": {},
+        "tool_choice": {"type": "function", "name": "add"},
         "tools": [{"type": "function", **_TOOL}],
         "input": [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
@@ -52,6 +54,7 @@ FULL: dict[str, Wire] = {
         "model": "policy",
         "max_tokens": 10,
         "output_config": {},
+        "tool_choice": {"type": "any"},
         "system": [{"type": "text", "text": "Be brief."}],
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
         "messages": [
@@ -136,6 +139,7 @@ def test_a_field_that_is_in_no_table_is_refused_by_its_name(dialect: str, place:
         assert refused.value.param == where
 
 
+_CHAT_TOOLS: Wire = {"tools": [{"type": "function", "function": {**_TOOL}}]}
 MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("chat", {"model": None}, "model"),
     ("chat", {"messages": []}, "messages"),
@@ -154,12 +158,21 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("chat", {"max_tokens": 0}, "max_tokens"),
     ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ("chat", {"max_tokens": True}, "max_tokens"),
+    *(("chat", {"seed": one}, "seed") for one in (True, 1.0, "7", 2**63, -(2**63) - 1)),
+    ("responses", {"seed": "7"}, "seed"),
+    ("messages", {"seed": "7"}, "seed"),
     ("chat", {"stop": ["a", ""]}, "stop[1]"),
     ("chat", {"stop": ["a"] * 17}, "stop"),
     ("chat", {"stream": "yes"}, "stream"),
     ("chat", {"n": True}, "n"),
-    ("chat", {"tool_choice": "none"}, "tool_choice"),
+    ("chat", {"tool_choice": "required"}, "tool_choice"),
     ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ("chat", {**_CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+    ("chat", {**_CHAT_TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+    ("chat", {**_CHAT_TOOLS, "tool_choice": 1}, "tool_choice"),
+    ("chat", {**_CHAT_TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ("responses", {"tool_choice": "required"}, "tool_choice"),
+    ("responses", {"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ("responses", {"input": []}, "input"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ("responses", {"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0]"),
@@ -184,7 +197,13 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ("messages", {"tools": [{"name": "bash"}]}, "tools[0].input_schema"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
-    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
+    ("messages", {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ("messages", {"tool_choice": {"type": []}}, "tool_choice.type"),
+    (
+        "messages",
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice.disable_parallel_tool_use",
+    ),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
@@ -13,8 +14,9 @@ from starlette.types import Message, Send
 
 from services.gateway.app import build_app
 from services.gateway.requests import MAX_BODY_BYTES
+from services.gateway.seats import Seats
 from services.gateway.streams import Pace
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.turns import Ask, Refusal, RefusalKind
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Speaker, Wire, events
 
@@ -30,6 +32,7 @@ KINDS: dict[RefusalKind, tuple[int, int, str, str, str]] = {
     RefusalKind.OVER_BUDGET: (400, 400, "invalid_request_error", "invalid_request_error", "false"),
     RefusalKind.ENDED: (409, 409, "conflict_error", "invalid_request_error", "false"),
     RefusalKind.TOO_LONG: (400, 400, "invalid_request_error", "invalid_request_error", "false"),
+    RefusalKind.TOO_MANY: (429, 429, "rate_limit_error", "rate_limit_error", "true"),
     RefusalKind.AWAY: (503, 529, "unavailable_error", "overloaded_error", "true"),
 }
 
@@ -41,6 +44,32 @@ def body_of(speaker: Speaker, **more: Any) -> Wire:
 async def until(happened: asyncio.Event) -> None:
     async with asyncio.timeout(30):
         await happened.wait()
+
+
+async def test_one_key_has_so_many_requests_open_and_others_are_answered_meanwhile():
+    gate = asyncio.Event()
+    seats = Seats(most=2, most_of_one=1)
+    body, path = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions"
+    app = build_app(
+        FakeTurns([Scripted("first", gate=gate), Scripted("second")]),
+        is_ready=lambda: True,
+        stopping=asyncio.Event(),
+        pace=PATIENT,
+        seats=seats,
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        first = asyncio.create_task(http.post(path, json=body, headers=BEARER))
+        async with asyncio.timeout(30):
+            while not seats._open:
+                await asyncio.sleep(0)
+        second = await http.post(path, json=body, headers=BEARER)
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "too_many_requests")
+        assert second.headers["retry-after"] == "5"
+        other = await http.post(path, json=body, headers={"authorization": "Bearer ep_another"})
+        assert other.status_code == 401
+        gate.set()
+        assert (await first).status_code == 200
+        assert (await http.get("/healthz")).status_code == 200
 
 
 @EVERY
@@ -59,7 +88,7 @@ async def test_a_refusal_has_its_own_status_as_long_as_nothing_was_sent(speaker:
                 assert f"because {kind}" in speaker.error(answer.json())
                 assert answer.json()["error"]["type"] == (of_anthropic if is_anthropic else of_openai)
                 assert answer.headers["x-should-retry"] == retry
-                assert ("retry-after" in answer.headers) == (kind is RefusalKind.AWAY)
+                assert ("retry-after" in answer.headers) == (retry == "true")
                 assert answer.headers["x-request-id"] == answer.headers["request-id"]
     assert [one.fate for one in turns.answerings] == [["dropped"]] * len(KINDS)
 
@@ -408,3 +437,28 @@ async def test_a_stream_ends_whole_on_the_wire():
     assert head.startswith(b"HTTP/1.1 200")
     assert b"transfer-encoding: chunked" in head
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_waits_when_the_server_ends_is_told_to_ask_again(stream: bool) -> None:
+    """And not that the gateway failed, which some clients take for the end."""
+
+    class Waiting(FakeTurns):
+        asked = asyncio.Event()
+
+        async def ask(self, key: str, ask: Ask) -> Any:
+            self.asked.set()
+            await asyncio.Event().wait()
+
+    turns = Waiting([])
+    turns.asked = asyncio.Event()
+    async with contextlib.AsyncExitStack() as closing:
+        gateway = await closing.enter_async_context(serving(turns))
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            headers = {"Authorization": f"Bearer {KEY}"}
+            asking = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
+            await turns.asked.wait()
+            await closing.aclose()
+            answer = await asking
+    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)

@@ -10,13 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from benchmarks.agent_demo import agent_service
 from gspo_core.messages import Message
 from services.gateway.dialects import faults
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.streams import Pace
 from services.gateway.turns import Refusal, RefusalKind
+from services.process.ports import free_port
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, call, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Said
 from tests.services.gateway.test_gateway_dialects import CASES, Case, expected
@@ -24,6 +27,7 @@ from tests.services.gateway.test_gateway_dialects import CASES, Case, expected
 SDKS = Path(__file__).with_name("sdks")
 PYTHONS = Path(os.environ.get("GSPO_TEST_AGENTS", Path(__file__).parents[3] / ".make" / "agents"))
 PACKAGES = {"openai": ("chat", "responses"), "anthropic": ("messages",)}
+TOO_MANY = Refusal(RefusalKind.OVER_BUDGET, "rollout stopped: max_turns")
 WAYS = ("whole", "events", "together")
 EACH = pytest.mark.parametrize("package", PACKAGES)
 pytestmark = [
@@ -59,7 +63,7 @@ async def test_every_case_is_read_by_the_package_as_it_was_meant(package: str):
     turns = FakeTurns([case.scripted for _, _, case in plays])
     requests = []
     for name, way, case in plays:
-        body = SPEAKERS[name].body(case.messages, case.tools, case.max_tokens, case.stop)
+        body = SPEAKERS[name].body(case.messages, case.tools, case.max_tokens, case.stop, case.choice)
         usage = {"stream_options": {"include_usage": True}} if (name, way) == ("chat", "events") else {}
         requests.append({"way": f"{name} {way}", "body": body | usage})
     async with serving(turns) as gateway:
@@ -244,3 +248,22 @@ async def test_openai_agents_plays_with_tools_and_hands_over():
         assert clerk[1:] == poet[1 : len(clerk)]
         assert turns.asks[first].tools == turns.asks[0].tools
     assert turns.asks[0].messages == turns.asks[6].messages
+
+
+async def test_the_service_of_the_examples_plays_an_episode_once_however_often_it_is_started():
+    calls = (call("calculate", {"expression": "6 * 7"}), call("calculate", {"expression": "("}))
+    turns = FakeTurns([Scripted(calls=calls), Scripted(" 42"), Scripted(refusal=TOO_MANY)])
+    port = free_port()
+    async with serving(turns) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        start = {"task": {"expression": "6 * 7"}, "base_url": f"{gateway.url}/v1", "api_key": KEY}
+
+        async def begin(name: str) -> Any:
+            return (await client.post("/", json=start, headers={"Idempotency-Key": name})).json()
+
+        with agent_service(port):
+            assert await asyncio.gather(begin("a"), begin("a")) == [{"answer": " 42"}] * 2
+            assert await begin("a") == {"answer": " 42"}
+            assert await begin("b") == {"answer": ""}
+    *_, result, error = turns.asks[1].messages
+    assert (result["content"], error["content"]) == ("42", "error: not an expression")
+    assert len(turns.asks) == 3

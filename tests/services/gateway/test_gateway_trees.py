@@ -15,7 +15,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from services.gateway.reading import read as read_turn
 from services.gateway.snapshots import TreeSnapshot
-from services.gateway.turns import Answer, Ask, Refusal
+from services.gateway.turns import AUTO, Answer, Ask, Refusal, ToolChoice
 from tests.services.gateway.gateway_kit import (
     ADD,
     BabblingPolicy,
@@ -29,7 +29,12 @@ from tests.services.gateway.gateway_kit import (
     user,
 )
 
-MOVES = ("go_on", "resample", "edit", "sub_agent", "compact", "other_tools", "speak_for_it")
+CHOICES = {
+    "must_call": ToolChoice("required"),
+    "must_add": ToolChoice("required", "add"),
+    "no_calls": ToolChoice("none"),
+}
+MOVES = ("go_on", "resample", "edit", "sub_agent", "compact", "other_tools", "speak_for_it", *CHOICES)
 Move = tuple[str, int, bool]
 
 
@@ -81,7 +86,9 @@ class Agent:
                 if not refusal.may_retry:
                     raise
                 await self._be_brought_back(bench)
-                ask = request(*ask.messages, tools=ask.tools, is_retry=True, max_tokens=ask.max_tokens)
+                ask = request(
+                    *ask.messages, tools=ask.tools, choice=ask.choice, is_retry=True, max_tokens=ask.max_tokens
+                )
                 continue
             if is_lost:  # its connection breaks once
                 delivery.dropped()
@@ -117,7 +124,7 @@ class Agent:
         elif name == "resample":
             messages = list(messages)
         tools = () if name == "other_tools" else (ADD,)
-        return request(*messages, tools=tools, max_tokens=12)
+        return request(*messages, tools=tools, choice=CHOICES.get(name, AUTO), max_tokens=12)
 
 
 move = st.tuples(st.sampled_from(MOVES), st.integers(0, 1000), st.booleans())
@@ -142,7 +149,8 @@ def check(agent: Agent) -> None:
             for token in segment.token_ids[segment.action_mask].tolist()
         ]
         assert stored == list(turn.sampled)
-        shown = read_turn(agent.codec, stored, ask.tools)
+        begun = agent.codec.call_opening(ask.choice.name) if ask.choice.mode == "required" else []
+        shown = read_turn(agent.codec, [*begun, *stored], ask.tools, gives_calls=ask.choice.mode != "none")
         assert (shown.text, shown.calls) == (answer.text, answer.calls)
         assert answer.usage.num_sampled_tokens == len(stored)
 

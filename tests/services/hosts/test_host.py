@@ -19,6 +19,7 @@ import pytest
 
 from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Observation, ParsedTurn, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
+from services.hosts import scratch
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
 from tests.services.rollout.rollout_kit import until
@@ -26,7 +27,7 @@ from tests.services.rollout.rollout_kit import until
 WORLDS = Path(__file__).with_name("host_worlds.py")
 SHORT = Timeouts(reset_timeout_s=2.0, step_timeout_s=0.5, score_timeout_s=2.0, close_timeout_s=1.0)
 # Generous: other work shares the machine. Every deadline that is checked lies far below the trouble itself.
-SOON_S = 8.0
+SOON_S = 30.0
 
 Open = Callable[..., Awaitable[HostedEnvironment]]
 
@@ -85,7 +86,7 @@ async def host(counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for environment in opened:
         await environment.close()
         await gone(environment.pool.server_pid)
-    assert [name for name in os.listdir(tmp_path) if name.startswith("gspo-env-")] == []
+    assert [name for name in os.listdir(tmp_path) if name.startswith(scratch.PREFIX)] == []
 
 
 async def test_an_episode_is_played_as_it_would_be_here(host: Open) -> None:
@@ -96,7 +97,9 @@ async def test_an_episode_is_played_as_it_would_be_here(host: Open) -> None:
     assert said(await session.act(call("add", amount="\ud800"))).startswith("error:")
     end = await session.act(ParsedTurn("done"))
     assert (end.done, end.stop_reason) == (True, StopReason.COMPLETED)
+    session.keep_evidence(1000)
     assert await session.score() == (6.0, {})
+    assert session.evidence.state == {"total": 6}
     await session.close()
     assert session.close_failure is None
     assert [environment.num_tasks(split) for split in Split] == [10, 1]
@@ -290,6 +293,51 @@ async def test_no_secret_reaches_an_environment(host: Open, monkeypatch: pytest.
     assert "GSPO" not in given
     assert "TOKEN" not in given
     await session.close()
+
+
+KILLED = """
+import os
+import signal
+from pathlib import Path
+
+with Path(__file__).with_name("deaths").open("a+") as deaths:
+    deaths.seek(0)
+    if len(deaths.read()) < {num}:
+        deaths.write("x")
+        deaths.flush()
+        os.kill(os.getpid(), signal.{name})
+
+
+class World:
+    tasks = [{{}}]
+
+    def reset(self):
+        return "begin"
+
+    def get_reward(self):
+        return 0.0
+"""
+
+
+async def test_a_host_that_is_killed_while_it_comes_up_says_nothing_of_its_environment(
+    tmp_path: Path, counts: Counter[str]
+) -> None:
+    (tmp_path / "world.py").write_text(KILLED.format(num=2, name="SIGKILL"))
+    order = HostOrder(f"{tmp_path}/world.py:World")
+    environment = await HostedEnvironment.open(order, lambda name: counts.update([name]))
+    assert environment.num_tasks(Split.TRAIN) == 1
+    assert counts["host/rebooted"] == 2
+    await environment.close()
+
+
+@pytest.mark.parametrize(("name", "num_deaths", "words"), [("SIGKILL", 3, "was killed"), ("SIGSEGV", 1, "exited")])
+async def test_a_host_that_never_comes_up_is_the_fault_of_its_environment(
+    name: str, num_deaths: int, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "world.py").write_text(KILLED.format(num=9, name=name))
+    with pytest.raises(InvalidEnvironment, match=words):
+        await HostedEnvironment.open(HostOrder(f"{tmp_path}/world.py:World"))
+    assert len((tmp_path / "deaths").read_text()) == num_deaths
 
 
 async def test_a_killed_host_comes_up_again_and_nobody_is_charged(host: Open, counts: Counter[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -128,7 +129,10 @@ async def test_a_function_runs_there_and_gives_its_reward_and_its_numbers(host: 
     assert [environment.num_tasks(split) for split in Split] == [1, 0]
     session = await begun(environment)
     await session.ended()
+    session.keep_evidence(1000)
     assert await session.score() == (4.0, {"told": 1.0, "count": 3.0})
+    assert session.evidence.value("task") == {"told": "one", "count": 3}
+    assert session.evidence.value("result") == {"told": 1.0, "count": 3}
     assert dict(session.metrics) == {"count": 3.0}
     await session.close()
     assert session.close_failure is None
@@ -141,6 +145,7 @@ async def test_a_function_runs_there_and_gives_its_reward_and_its_numbers(host: 
         ({}, True, 16),
         ({"command": ["x"]}, True, 1),
         ({"url": "http://127.0.0.1/"}, False, 64),
+        ({"pull": True}, False, 256),
     ],
 )
 async def test_they_share_a_process_where_that_is_harmless(
@@ -150,6 +155,27 @@ async def test_they_share_a_process_where_that_is_harmless(
         file.write(f"replayable = Program.replayable = {is_replayable}\n")
     environment = await host("Program" if agent else "run", agent)
     assert environment.pool.description.sessions_per_process == num_sessions
+
+
+@pytest.mark.parametrize("name", ["Judged", "run"])
+async def test_the_task_is_handed_out_to_an_agent_that_fetches_it(host: Open, name: str) -> None:
+    environment = await host(name, {"pull": True})
+    session = await begun(environment)
+    assert json.loads(await session.handed_out()) == (
+        {"word": "four"} if name == "Judged" else {"told": "one", "count": 3}
+    )
+    with pytest.raises(EnvironmentFailed, match="no reward" if name == "run" else "NoneType"):
+        await session.score()
+    await session.close()
+
+
+async def test_a_task_that_is_no_json_is_handed_out_to_nobody(agents: str, host: Open) -> None:
+    with open(agents, "a") as file:  # noqa: ASYNC230 - a short one
+        file.write("tasks = [{'when': {1, 2}}]\n")
+    session = await begun(await host("run", {"pull": True}))
+    with pytest.raises(EnvironmentFailed, match="which is no JSON"):
+        await session.handed_out()
+    await session.close()
 
 
 async def test_of_agents_in_one_process_none_is_blamed_when_it_crashes(agents: str, host: Open) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,13 +24,14 @@ import pytest
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, Timeouts
 from gspo_core.types import StopReason
-from services.hosts.remote import RemoteHosts
+from services.hosts.remote import RemoteHosts, _connect
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
+from services.process.ports import free_port
 from tests.services.hosts.test_host import WORLDS, begun, call, gone, said
 
 TOKEN = "a token for the tests"
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[3]
 
 CALLER = """
@@ -64,7 +68,7 @@ class Service:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.port = 0
+        self.port = free_port()  # one that nobody is given between two starts
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -74,6 +78,8 @@ class Service:
             "TMPDIR": str(self._directory),
             "OMP_NUM_THREADS": "1",
             "GSPO_DATA_DIR": str(self._directory),
+            "GSPO_ENV_NETWORK": "true",
+            "GSPO_ENV_WRITABLE": str(self._directory),
             "GSPO_ENV_TOKEN_SHA256": hashlib.sha256(TOKEN.encode()).hexdigest(),
             "GSPO_HEALTH_FILE": str(self._directory / "health"),
             "GSPO_LOG_FORMAT": "json",
@@ -84,7 +90,7 @@ class Service:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if "listening" in line:
-                self.port = json.loads(line)["port"]
+                assert json.loads(line)["port"] == self.port
                 return
         raise AssertionError("the service ended")
 
@@ -339,7 +345,8 @@ async def test_uploaded_files_are_refused_with_what_to_do(service: Service, tmp_
 async def test_networks_that_an_environment_may_reach_are_kept(service: Service, tmp_path: Path) -> None:
     (tmp_path / "caller.py").write_text(CALLER)
     for networks, answer in ((None, "reached"), ([], "AddressRefused"), (["127.0.0.0/8"], "reached")):
-        order = HostOrder(f"{tmp_path}/caller.py:Caller", networks=networks, boot_timeout_s=DEADLINE_S)
+        hosting = {"network": True, "tier": "wall"} if networks is None else {}
+        order = HostOrder(f"{tmp_path}/caller.py:Caller", {}, hosting, networks=networks, boot_timeout_s=DEADLINE_S)
         environment = await HostedEnvironment.open(order, boot=service.hosts().boot)
         session = await begun(environment)
         assert answer in said(await session.act(call("reach", port=service.port))), networks
@@ -356,6 +363,36 @@ async def test_a_service_that_is_away_is_waited_for_but_not_for_ever(tmp_path: P
             HostOrder("environments.calculator:Calculator", boot_timeout_s=1.0), boot=away.hosts().boot
         )
     assert time.monotonic() - begun_at < DEADLINE_S
+
+
+async def test_who_is_cancelled_while_it_connects_leaves_no_socket_open() -> None:
+    """Else whoever collects it later is told of an unclosed socket."""
+    with contextlib.ExitStack() as sockets:
+        full = sockets.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        sockets.enter_context(socket.create_connection(full.getsockname()))  # no second one is taken in
+        before = open_sockets()
+        connecting = asyncio.create_task(_connect([f"127.0.0.1:{full.getsockname()[1]}"]))
+        async with asyncio.timeout(DEADLINE_S):
+            while open_sockets() == before:
+                await asyncio.sleep(0)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            del connecting
+            gc.collect()
+        assert [one.message for one in said if one.category is ResourceWarning] == []
+
+
+def open_sockets() -> set[str]:
+    links = set[str]()
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of this listing
+            links.add(os.readlink(f"/proc/self/fd/{one}"))
+    return {link for link in links if link.startswith("socket:")}
 
 
 def test_its_probe_says_whether_it_lives(service: Service, tmp_path: Path) -> None:

@@ -154,6 +154,48 @@ def test_a_data_set_is_copied_to_where_a_job_names_it(gspo: Gspo, hub: Hub, tmp_
     assert gspo("fetch", "--dataset", "openai/gsm8k", "--to", "data/gsm8k").returncode == 1
 
 
+def folder_of_a_bucket(tmp_path: Path, files: dict[str, bytes]) -> str:
+    folder = tmp_path / "given"
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder.as_uri()
+
+
+def test_a_model_comes_from_a_bucket_without_what_could_be_code(gspo: Gspo, hub: Hub, tmp_path: Path) -> None:
+    done = gspo("fetch", folder_of_a_bucket(tmp_path, FILES), "--to", "models/qwen")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "models" / "qwen")
+    assert below(tmp_path / "models") == {
+        f"qwen/{name}" for name in ("config.json", "tokenizer.json", "merges.txt", "model.safetensors")
+    }
+    assert (tmp_path / "models/qwen/model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert hub.asked == []
+
+
+def test_what_a_bucket_cannot_give_is_one_sentence_and_leaves_nothing(gspo: Gspo, tmp_path: Path) -> None:
+    address = folder_of_a_bucket(tmp_path, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    pickled = gspo("fetch", address, "--to", "models/qwen")
+    assert pickled.returncode == 1
+    assert "has no *.safetensors: files that can hold code" in pickled.stderr
+    assert below(tmp_path / "models") == set()
+    nameless = gspo("fetch", address)
+    assert nameless.returncode == 1
+    assert "--to: what comes from a bucket has no name of its own" in nameless.stderr
+    strange = gspo("fetch", "ftp://somewhere/model", "--to", "models/qwen")
+    assert "ftp://somewhere/model is the address of no object store" in strange.stderr
+    assert "Traceback" not in pickled.stderr + nameless.stderr + strange.stderr
+
+
+def test_a_container_fetches_without_the_command(tmp_path: Path) -> None:
+    address = folder_of_a_bucket(tmp_path, FILES)
+    command = [sys.executable, "-m", "services.launch.fetch", address, "--to", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "model")), done.stderr
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr) == (1, f"services.launch.fetch: {tmp_path / 'model'} is there already\n")
+
+
 def test_names_of_the_hub_are_told_from_paths() -> None:
     assert str(HubName.parse("Qwen/Qwen3-0.6B@main")) == "Qwen/Qwen3-0.6B@main"
     for path in ("m", "/models/m", "./models/m", "models/a/b", "../m", "a/b c", "models/"):

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
+from pydantic import SecretStr
 
+from services.engines.keys import EngineKeys, KeyPair
 from services.hosts.service import is_token
 from services.launch.first_secrets import ROLES, main, make_secrets
 from services.process.settings import Settings, SettingsError, load_settings
@@ -16,9 +19,10 @@ from services.state.server import RedisServer
 
 SECRETS = {
     "api": {"gspo_redis_url", "gspo_api_keys"},
-    "trainer": {"gspo_redis_url"},
-    "rollout": {"gspo_redis_url", "gspo_env_token"},
-    "gateway": {"gspo_redis_url", "gspo_env_token"},
+    "engine": {"gspo_engine_keys", "sglang.yaml"},
+    "trainer": {"gspo_redis_url", "gspo_engine_keys"},
+    "rollout": {"gspo_redis_url", "gspo_env_token", "gspo_engine_keys"},
+    "gateway": {"gspo_redis_url", "gspo_env_token", "gspo_engine_keys"},
     "environments": {"gspo_env_token_sha256"},
     "redis": {"users.acl"},
 }
@@ -59,6 +63,22 @@ def test_what_is_there_stays_and_follows_a_server_that_moves(tmp_path: Path) -> 
     after = contents(tmp_path)
     assert after["redis"] == before["redis"]
     assert after["api"]["gspo_redis_url"] == before["api"]["gspo_redis_url"].replace("redis:6379", "elsewhere:7000")
+
+
+def test_an_engine_asks_for_what_the_others_show_and_only_the_trainer_may_control_it(tmp_path: Path) -> None:
+    make_secrets(tmp_path, "redis:6379")
+    pairs = {}
+    for role in ("engine", "trainer", "rollout", "gateway"):
+        entries = (tmp_path / role / "gspo_engine_keys").read_text().split(",")
+        pairs[role] = EngineKeys.read(map(SecretStr, entries)).for_engine("http://engine:30000")
+    use, control = pairs["engine"]
+    assert use
+    assert control
+    assert use != control
+    assert pairs["trainer"] == pairs["engine"]
+    assert pairs["rollout"] == pairs["gateway"] == KeyPair(use)
+    told = yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())
+    assert told == {"api-key": use, "admin-api-key": control}
 
 
 def test_processes_read_them_as_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

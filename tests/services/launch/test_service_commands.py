@@ -29,7 +29,7 @@ def test_without_the_service_its_commands_say_so(typed: str, capsys: pytest.Capt
     assert main(typed.split()) == 1
     said = capsys.readouterr().err
     assert "only the library is installed" in said
-    assert "make up" in said
+    assert "Install gspo-service of the same version" in said
     assert f"`gspo {' '.join(typed.split()[: 2 if typed.startswith('env') else 1])}`" in said
 
 
@@ -44,7 +44,9 @@ def test_without_the_service_the_doctor_examines_the_client_alone(capsys: pytest
 def test_the_doctor_makes_the_checks_of_the_service(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--url", "http://127.0.0.1:9"])
     subjects = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:1] in "✓·✗" and line]
-    assert subjects == ["python", "cores", "services", "training", "device", "redis", "data", "api"]
+    machine = ["cores", "gpu", "kernel", "account", "wall", "ports"]
+    services = ["settings", "services", "training", "sglang", "vllm"]
+    assert subjects == ["python", *machine, *services, "redis", "data", "engines", "api"]
 
 
 def test_the_library_names_the_commands_that_it_lacks_as_the_service_registers_them() -> None:

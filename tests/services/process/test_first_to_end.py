@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from services.process import first_to_end as race
-from services.process.first_to_end import first_to_end
+from services.process.first_to_end import first_to_end, unless_set
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Stubborn:
@@ -48,4 +48,37 @@ async def test_a_race_inside_a_race_leaves_nobody_behind(monkeypatch: pytest.Mon
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(ValueError, match="the first to end"):
             await first_to_end(first_to_end(stubborn.run(), asyncio.sleep(3600)), fail())
+    assert stubborn.num_cancels == 2
+
+
+async def test_work_is_done_unless_an_event_comes_first() -> None:
+    stop = asyncio.Event()
+
+    async def answer() -> str:
+        return "done"
+
+    assert await unless_set(stop, answer()) == "done"
+    with pytest.raises(ValueError, match="the first to end"):
+        await unless_set(stop, fail())
+    stop.set()
+    assert await unless_set(stop, asyncio.sleep(3600, "late")) is None
+
+
+async def test_work_that_an_event_cuts_off_is_over_when_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "CLEANING_UP_S", 0.01)
+    stop, stubborn = asyncio.Event(), Stubborn()
+    asyncio.get_running_loop().call_soon(stop.set)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await unless_set(stop, stubborn.run()) is None
+    assert stubborn.num_cancels == 2
+
+
+async def test_a_cancellation_from_outside_ends_the_work_too() -> None:
+    stubborn = Stubborn()
+    waiting = asyncio.create_task(unless_set(asyncio.Event(), stubborn.run()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert stubborn.num_cancels == 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog
 
-from services.process.settings import Settings, SettingsError, load_settings
+from services.process.settings import Settings, SettingsError, engine_addresses, load_settings, unread_names
+from services.process.telemetry import configure_logging, tell_unread_settings
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "API_PORT": "0",
         "API_KEYS": "first, second",
         "ENGINE_URLS": "http://a:1/, https://b, other+http://c/",
+        "ENGINE_KEYS": "*=all, admin@a.example:1=one=two",
         "LEASE_S": "2.5",
         "MAX_ATTEMPTS": "20",
         "LOG_LEVEL": "DEBUG",
@@ -42,6 +45,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert settings.data_dir == tmp_path
     assert [key.get_secret_value() for key in settings.api_keys] == ["first", "second"]
     assert settings.engine_urls == ("http://a:1", "https://b", "other+http://c")
+    assert [key.get_secret_value() for key in settings.engine_keys] == ["*=all", "admin@a.example:1=one=two"]
     assert (settings.api_port, settings.lease_s, settings.max_attempts) == (0, 2.5, 20)
     assert (settings.log_level, settings.log_format) == ("debug", "json")
 
@@ -60,6 +64,9 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GSPO_API_PORT", "65536"),
         ("GSPO_ENGINE_URLS", "http://a,b:3000"),
         ("GSPO_ENGINE_URLS", "Other+http://a"),
+        ("GSPO_ENGINE_KEYS", "key"),
+        ("GSPO_ENGINE_KEYS", "http://a:1=key"),
+        ("GSPO_ENGINE_KEYS", "*=with space"),
         ("GSPO_LEASE_S", "0"),
         ("GSPO_LEASE_S", "nan"),
         ("GSPO_LOG_LEVEL", "loud"),
@@ -96,6 +103,29 @@ def test_a_misspelt_name_is_an_error_that_names_the_right_one(monkeypatch: pytes
 def test_names_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_TORCH_WHEELS", "/somewhere")
     load_settings()
+
+
+def test_a_name_that_nothing_reads_is_told_and_those_of_clients_are_not() -> None:
+    given = {"GSPO_TYPO": "1", "GSPO_EMPTY": "", "GSPO_URL": "u", "GSPO_TEST_SEED": "1", "GSPO_LEASE_S": "3", "X": "1"}
+    assert unread_names(given) == ["GSPO_TYPO"]
+
+
+def test_a_service_tells_such_names_when_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GSPO_TYPO", "1")
+    try:
+        configure_logging("test", log_format="json")
+        tell_unread_settings()
+    finally:
+        structlog.reset_defaults()
+    assert '"names": ["GSPO_TYPO"]' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///x", "http://h:0", "http://h:70000", "ftp://h", "http://a b"])
+def test_what_is_no_address_is_no_engine(url: str) -> None:
+    with pytest.raises(ValueError, match="every engine URL must"):
+        engine_addresses([url])
 
 
 def test_every_setting_is_documented() -> None:

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_core.chat import HermesCodec, load_tokenizer
-from gspo_core.codec import decode
+from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.env import Environment, PlainEnvironment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Segment, Split
@@ -112,6 +112,7 @@ class ScriptedPolicy:
         temperature: float,
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
+        sampling_seed: int | None = None,
     ) -> Sampled:
         self.prompts.append(list(input_ids))
         self.temperatures.append(temperature)
@@ -189,8 +190,16 @@ class Table:
         await redis.hset(job_key(JOB, "trainer"), "token", TRAINER)
         return cls(redis, bus, await bus.join(worker), worker)
 
-    async def dispatch(self, group: int = 0, *, size: int = 1, split: Split = Split.TRAIN, task: int = 1) -> None:
-        await self.bus.dispatch(JOB, TRAINER, group, size=size, split=split, task_index=task)
+    async def dispatch(
+        self,
+        group: int = 0,
+        *,
+        size: int = 1,
+        split: Split = Split.TRAIN,
+        task: int = 1,
+        reads: int = NEWEST_SCHEMA,
+    ) -> None:
+        await self.bus.dispatch(JOB, TRAINER, group, size=size, split=split, task_index=task, reads=reads)
 
     async def lease(self, limit: int = 1) -> list[EpisodeLease]:
         return await self.bus.lease(JOB, self.worker, self.token, limit)

@@ -17,7 +17,8 @@ import httpx
 import msgspec
 import pytest
 
-from gspo_core.types import CacheMode, WeightFile, WeightsManifest
+from gspo_core.types import CacheMode
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.errors import EngineError, EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters

@@ -108,7 +108,47 @@ async def test_an_episode_is_recorded_token_for_token(table: Table, codec: Herme
     outcome = await play.outcome()
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.COMPLETED)
     assert (outcome.metrics["turns"], outcome.metrics["tool_calls"], outcome.metrics["versions"]) == (2, 1, 1)
+    assert outcome.evidence.state == {"value": 2, "target": 2}
     assert [ready.group for ready in await table.bus.ready_groups(JOB)] == [0]
+
+
+class Paying(Counter):
+    """Pays for every step, and for nothing at the end."""
+
+    def add(self, amount: int, ctx: Any) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: how much
+        """
+        ctx.reward(amount / 4)
+        ctx.reward(0.25)
+        return super().add(amount)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+async def test_what_a_world_pays_for_a_turn_is_recorded_with_the_turn(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    calls, say = [speech.call("add", amount=amount) for amount in (2, -1)], speech.say("done")
+    play = await Play.prepare(table, codec, [*calls, say], world(Paying))
+    assert await play.run() is StopReason.COMPLETED
+    record = Trajectory(tuple(await play.segments()))
+    assert record.segments[-1].turn_rewards == ((0, 0.75), (1, 0.0))
+    assert (record.turn_rewards, record.reward) == ([0.75, 0.0, None], 1.75)
+
+
+@pytest.mark.parametrize("on_truncation", ["score", "zero"])
+async def test_turns_of_an_episode_that_is_not_scored_are_paid_nothing(
+    table: Table, codec: HermesCodec, speech: Speech, on_truncation: str
+) -> None:
+    limits = {"max_turns": 1, "on_truncation": on_truncation}
+    play = await Play.prepare(table, codec, [speech.call("add", amount=3)], world(Paying), limits=limits)
+    assert await play.run() is StopReason.MAX_TURNS
+    record = Trajectory(tuple(await play.segments()))
+    assert (record.turn_rewards, record.reward) == (([1.0], 2.0) if on_truncation == "score" else ([None], 0.0))
 
 
 async def test_a_version_that_changes_in_the_middle_of_a_turn_cuts_it(
@@ -633,7 +673,7 @@ async def test_a_cancellation_that_the_redis_client_swallows_still_ends_the_loop
         asking = asyncio.create_task(keep_asking())
         await asyncio.sleep(0.0001 * number)
         asking.cancel()
-        done, _ = await asyncio.wait({asking}, timeout=10.0)
+        done, _ = await asyncio.wait({asking}, timeout=60.0)
         assert done
 
 

@@ -11,8 +11,9 @@ import pytest
 from examples.demo.tokenizer import chat_template
 from gspo_core.messages import CallStatus
 from services.hosts.local import LocalHosts
+from services.hosts.policy import OF_WALLS
 from services.hosts.venv import Interpreters
-from services.workers.loading import JobNotServable, LoadedJob
+from services.workers.loading import JobNotServable, LoadedJob, read_spec
 from services.workers.loading import load_job as load_hosted_job
 from tests.services.rollout.rollout_kit import write_model
 
@@ -134,3 +135,14 @@ async def test_a_model_that_does_not_fit_its_tokenizer_is_refused(
     (model / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(JobNotServable, match=message):
         await load_job(spec(model, f"{world}:World"))
+
+
+async def test_what_an_operator_withholds_from_hosts_makes_a_job_unservable(model: Path, world: Path) -> None:
+    entry = {"ref": f"{world}:World", "host": {"network": True, "tier": "wall"}}
+    with pytest.raises(JobNotServable, match="GSPO_ENV_NETWORK"):
+        await load_job(spec(model, "", {"environments": [entry]}))
+
+
+def test_a_job_that_says_nothing_of_walls_is_stored_as_older_releases_read_it(model: Path, world: Path) -> None:
+    stored = read_spec(spec(model, f"{world}:World")).model_dump(mode="json")
+    assert stored["environments"][0]["host"].keys().isdisjoint(OF_WALLS)

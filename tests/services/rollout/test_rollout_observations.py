@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from gspo_core.env import Start
 from gspo_core.messages import Message
+from gspo_core.observations import within
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey
 from services.episodes.counters import Counters
 from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger
-from services.episodes.observations import within
 from tests.services.rollout.rollout_kit import Speech, load_codec, sampled
 
 

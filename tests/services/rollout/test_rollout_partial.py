@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
+from gspo_core.endings import TurnTally
 from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Interrupted, Sampled
-from services.episodes.tally import TurnTally
 from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
 from services.state.queue import EpisodeLease, Snapshot
 from services.workers.episode import Episode

@@ -27,11 +27,16 @@ from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.codec import decode
-from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory, WeightFile, WeightsManifest
-from services.engines.sglang import EngineClient, open_http
+from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory
+from gspo_core.versions import WeightFile, WeightsManifest
+from services.engines.http_engine import open_http
+from services.engines.sglang import EngineClient
 from services.hosts.local import LocalHosts
+from services.hosts.policy import WallPolicy
+from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
+from services.process.first_to_end import first_to_end
 from services.process.ports import free_port
 from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Bus
@@ -43,9 +48,12 @@ from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import load_job
 from services.workers.worker import Worker, WorkerConfig
+from tests.apparatus.warm_python import Child
 from tests.services.rollout.rollout_kit import until, write_model
 
 LEASE_S = 1.0
+# What is asked to end, does, however busy the machine is.
+ENDED_S = 60.0
 WORLD = '''
 class Talk:
     """Keep talking."""
@@ -151,7 +159,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(chatty, endless, world, url)
     finally:
         engine.terminate()
-        engine.wait(20)
+        engine.wait(ENDED_S)
 
 
 def alive(pids: set[int]) -> list[int]:
@@ -159,8 +167,8 @@ def alive(pids: set[int]) -> list[int]:
 
 
 def spawn(module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+    return Child(
+        ["-m", module, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         preexec_fn=die_with_parent(),
     )
@@ -178,6 +186,8 @@ class Stage:
         self._http = http
         self.claim: Claim
         self.children: list[subprocess.Popen[bytes]] = []
+        self.num_joins = 0
+        """Of all its workers."""
 
     async def submit(self, world: str = "Talk", config: dict[str, Any] | None = None, **changes: Any) -> Claim:
         """A job that is starting."""
@@ -211,17 +221,25 @@ class Stage:
             task = group % 50 if split is Split.TRAIN else 0
             await self.bus.dispatch(claim.job_id, claim.token, group, size=size, split=split, task_index=task)
 
+    async def count_join(self) -> None:
+        self.num_joins += 1
+
     def worker(self, name: str = "worker-0", **config: Any) -> Worker:
         config = {"lease_s": LEASE_S, "engine_urls": [self.place.engine_url], **config}
+        # Some worlds look for files in the directory of their test.
+        hosts = LocalHosts(
+            Interpreters(self.place.world.parent), WallPolicy(readable=(str(self.place.world.parents[1]),))
+        )
         return Worker(
             WorkerConfig(name, **config),
             Bus(self._redis, lease_s=LEASE_S),
             self.store,
             lambda url: EngineClient(url, self._http),
-            partial(load_job, boot=LocalHosts(Interpreters(self.place.world.parent)).boot),
+            partial(load_job, boot=hosts.boot),
             EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(0),
+            joined=self.count_join,
         )
 
     @contextlib.asynccontextmanager
@@ -509,7 +527,7 @@ async def test_sigterm_hands_everything_back_at_once_and_ends_with_status_0(stag
 
     await until(halfway, 60.0)
     leaver.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(leaver.wait, 10) == 0
+    assert await asyncio.to_thread(leaver.wait, ENDED_S) == 0
     num_open = 24 - sum(
         [decode(payload).is_final for _, payload in await stage.bus.read_segments(claim.job_id, count=100_000)]
     )
@@ -518,6 +536,32 @@ async def test_sigterm_hands_everything_back_at_once_and_ends_with_status_0(stag
     assert len(leases) == num_open > 0
     assert sum(lease.num_segments > 0 for lease in leases) > 0
     assert all(lease.attempt == 0 for lease in leases)
+
+
+async def test_a_worker_leaves_although_a_lease_is_not_answered_and_hands_that_back_too(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await stage.submit(config={"replies": 3})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 12)
+    leaver = stage.worker("leaver", max_episodes=4, drain_s=0.1)
+    call, is_silent, num_leases = leaver._bus._functions.call, asyncio.Event(), 0
+
+    async def second_lease_is_not_answered(name: str, *given: Any) -> Any:
+        nonlocal num_leases
+        answer = await call(name, *given)
+        num_leases += name == "lease"
+        if name == "lease" and num_leases == 2:
+            is_silent.set()
+            await asyncio.Event().wait()
+        return answer
+
+    monkeypatch.setattr(leaver._bus._functions, "call", second_lease_is_not_answered)
+    async with asyncio.timeout(60.0), stage.working(leaver):
+        await is_silent.wait()
+    num_open = 24 - leaver.counters["episodes/finished"]
+    token = await stage.bus.join("next")
+    assert len(await stage.bus.lease(claim.job_id, "next", token, 100)) == num_open > 0
 
 
 async def test_a_worker_that_leaves_costs_no_token_and_another_goes_on(stage: Stage) -> None:
@@ -572,7 +616,7 @@ async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_
     await until(replaced, 60.0)
     now = await players()
     parent.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(parent.wait, 20) == 0
+    assert await asyncio.to_thread(parent.wait, ENDED_S) == 0
     assert not alive(now | before)
     token = await stage.bus.join("next")
     leases = await stage.bus.lease(claim.job_id, "next", token, 2 * num_groups)
@@ -605,6 +649,7 @@ async def test_a_worker_that_lost_its_lease_drops_its_episodes_and_joins_again(s
         await until(begun)
         await stage.bus.join("twin")  # its name is taken by another: the old token is void
         await until(lambda: worker.counters["worker/fenced"] == 1)
+        await until(lambda: stage.num_joins == 2)
         await stage.all_ready(claim, 4)
     for trajectory in await stage.trajectories(claim, 4):
         assert_stitched(trajectory, stage.place.codec, {"replies": 30})
@@ -619,7 +664,7 @@ async def test_a_worker_that_is_cancelled_at_any_moment_ends(stage: Stage) -> No
         running = asyncio.create_task(stage.worker(f"worker-{number}").run(asyncio.Event()))
         await asyncio.wait({running}, timeout=0.3 * rng.random())
         running.cancel()
-        done, _ = await asyncio.wait({running}, timeout=10.0)
+        done, _ = await asyncio.wait({running}, timeout=ENDED_S)
         assert done
 
 
@@ -642,6 +687,25 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     for trajectory in await stage.trajectories(failing, 2):
         assert (trajectory.outcome.stop_reason, trajectory.reward) == (StopReason.ENV_ERROR, None)
     assert worker.counters["attempts/reset_failed"] == 12
+
+
+async def test_a_worker_that_is_asked_to_leave_does_not_wait_for_an_environment_that_is_loading(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, given_up = asyncio.Event(), asyncio.Event()
+
+    async def never(cls: type[HostedEnvironment], *order: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(HostedEnvironment, "open", classmethod(never))
+    await stage.submit()
+    async with asyncio.timeout(60.0), stage.working(stage.worker()):
+        await begun.wait()
+    assert given_up.is_set()
 
 
 async def test_a_job_whose_serving_fails_strands_no_episode_and_takes_no_places(
@@ -795,7 +859,7 @@ class Cable:
 
     def __init__(self, target: str) -> None:
         self._target = httpx.URL(target)
-        self._port = 0
+        self._port = free_port()  # one that nobody is given while it is cut
         self._server: asyncio.Server | None = None
         self._pumps: set[asyncio.Task[None]] = set()
         self.flows = asyncio.Event()
@@ -807,7 +871,6 @@ class Cable:
 
     async def mend(self) -> None:
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
         assert self._server is not None
@@ -819,22 +882,18 @@ class Cable:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        assert self._server is not None
         self._pumps.add(task)
-        far_reader, far_writer = await asyncio.open_connection(self._target.host, self._target.port)
-        try:
-            await asyncio.wait(
-                [
-                    asyncio.create_task(self._pump(reader, far_writer)),
-                    asyncio.create_task(self._pump(far_reader, writer)),
-                ],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        except asyncio.CancelledError:
-            return  # it was cut
-        finally:
-            self._pumps.discard(task)
-            writer.close()
-            far_writer.close()
+        async with contextlib.AsyncExitStack() as ends:
+            # Also when it is cut before the far end is reached: else its client waits for ever.
+            ends.callback(writer.close)
+            ends.callback(self._pumps.discard, task)
+            ends.enter_context(contextlib.suppress(asyncio.CancelledError))
+            if not self._server.is_serving():
+                return
+            far_reader, far_writer = await asyncio.open_connection(self._target.host, self._target.port)
+            ends.callback(far_writer.close)
+            await first_to_end(self._pump(reader, far_writer), self._pump(far_reader, writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

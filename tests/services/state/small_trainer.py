@@ -14,10 +14,12 @@ from pathlib import Path
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import decode, encode
+from gspo_core.log.history import batches_after
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
-from gspo_core.types import Group, Split, WeightFile, WeightsManifest
-from services.files.batch_log import BatchLog, batches_after
+from gspo_core.types import Group, Split
+from gspo_core.versions import WeightFile, WeightsManifest
+from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.state.queue import Append, Bus, EpisodeLease

@@ -11,6 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
+from services.state import keys
+from services.state.jobs import JobStatus
 from services.state.keys import BUS_KEYS, job_key
 from services.state.queue import Append, Bus, Conflict, EpisodeLease, Fenced, Full, Gap, QueueUsage, ReadyGroup, Stage
 from services.state.store import Claim, Store
@@ -41,7 +43,7 @@ async def test_dispatched_episodes_are_leased_with_what_the_worker_needs(bus: Bu
     token = await bus.join("w")
     leases = await bus.lease(job, "w", token, 10)
     assert leases == [
-        EpisodeLease(EpisodeKey(job, 7, member), 0, 0, Split.EVAL, task_index=31, environment=1, group_size=2)
+        EpisodeLease(EpisodeKey(job, 7, member), 0, 0, Split.EVAL, task_index=31, environment=1, group_size=2, epoch=1)
         for member in (0, 1)
     ]
     assert await bus.lease(job, "w", token, 10) == []
@@ -54,6 +56,26 @@ async def test_a_group_is_dispatched_once(bus: Bus, claim: Claim) -> None:
     token = await bus.join("w")
     assert len(await bus.lease(claim.job_id, "w", token, 10)) == 2
     assert (await bus.counters(claim.job_id))["dispatched"] == 1
+
+
+async def test_a_process_of_an_earlier_release_names_fewer_keys(
+    bus: Bus, store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of release 0.2.0 were the first thirteen of a queue and the first twenty of a job."""
+    job, all_of_queue, all_of_job = claim.job_id, keys.bus_keys, keys.job_keys
+    monkeypatch.setattr("services.state.queue.bus_keys", lambda job: all_of_queue(job)[:13])
+    monkeypatch.setattr("services.state.job_table.job_keys", lambda job: all_of_job(job)[:20])
+    await dispatch(bus, claim, 0)
+    token = await bus.join("w")
+    first, second = await bus.lease(job, "w", token, 2)
+    await bus.append(job, token, [segment(first, 0)])
+    await bus.restart(first.key, token, 1)
+    await bus.append(job, token, [segment(second, 0, final=True), segment(first, 0, final=True, attempt=1)])
+    assert [len(row) for row in await bus._functions.call("ready", keys.bus_keys(job))] == [6]
+    await bus.commit(job, claim.token, 1, [0])
+    await dispatch(bus, claim, 1)
+    await store.jobs.set_status(job, JobStatus.FAILED, token=claim.token)
+    assert (await store.jobs.get(job)).status is JobStatus.FAILED
 
 
 @pytest.mark.parametrize(("group", "size"), [(-1, 1), (0, 0)])

@@ -140,7 +140,7 @@ async def test_only_the_trainer_of_the_job_empties_its_queue(bus: Bus, claim: Cl
     assert len(await bus.groups(claim.job_id)) == 1
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     table=st.sampled_from(["episodes", "groups", "holders", "index", "snapshots"]),
     garbage=st.binary(max_size=40),

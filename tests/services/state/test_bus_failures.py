@@ -275,7 +275,7 @@ async def leasing_child(redis_server: RedisServer, bus: Bus, claim: Claim) -> As
 async def test_the_episodes_of_a_killed_worker_resume_elsewhere(
     redis_client: Redis, bus: Bus, claim: Claim, leasing_child: asyncio.subprocess.Process
 ) -> None:
-    job, lease_s = claim.job_id, 1.0
+    job, lease_s = claim.job_id, 3.0
     reaper = Bus(redis_client, lease_s=lease_s)
     token = await bus.join("w")
 
@@ -287,8 +287,7 @@ async def test_the_episodes_of_a_killed_worker_resume_elsewhere(
     assert await reap_until(time.monotonic() + 2 * lease_s) == 0, "a living worker lost its episodes"
     leasing_child.kill()
     killed_at = time.monotonic()
-    assert await reap_until(killed_at + 20) == 3
-    assert time.monotonic() - killed_at < lease_s + 5
+    assert await reap_until(killed_at + lease_s + 30) == 3
     leases = await bus.lease(job, "w", token, 9)
     assert [(lease.key.group, lease.num_segments) for lease in leases] == [(0, 1), (1, 0), (2, 0), (3, 0)]
     assert await bus.read_episode(leases[0].key) == [b"from the child"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Gap, Snapshot, Stage
+from services.state.queue import Append, Bus, EpisodeLease, Fenced, Gap, Kept, Snapshot, Stage
 from services.state.store import Claim
 
 pytestmark = pytest.mark.every_server
@@ -106,6 +106,36 @@ async def test_only_the_holder_keeps_a_snapshot_and_only_of_what_is_stored(bus: 
     with pytest.raises(Fenced):
         await bus.save_snapshot(lease.key, token, Snapshot(0, 1, b"x"))
     assert await bus.read_snapshot(lease.key) is None
+
+
+async def test_a_snapshot_is_stored_together_with_the_segments_that_it_stands_behind(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=2)
+    token = await bus.join("w")
+    first, second = await bus.lease(job, "w", token, 2)
+
+    def segment(lease: EpisodeLease, index: int, *, final: bool = False) -> Append:
+        return Append(lease.key, 0, index, b"x" * 10, final)
+
+    old, new = Kept(first.key, Snapshot(0, 1, b"old")), Kept(first.key, Snapshot(0, 2, b"new!"))
+    call = [segment(first, 0), old, segment(first, 1), new, segment(second, 0)]
+    for _ in range(2):  # the second one is a resend
+        await bus.append(job, token, call)
+        assert await bus.read_snapshot(first.key) == new.snapshot
+        assert (await bus.usage(job)).stored_bytes == 34
+    refused = [segment(first, 2), Kept(first.key, Snapshot(0, 4, b"of nothing"))]
+    with pytest.raises(Gap):
+        await bus.append(job, token, refused)
+    assert len(await bus.read_episode(first.key)) == 2
+    delivered = Kept(first.key, Snapshot(0, 2, b"delivered"))
+    for _ in range(2):
+        await bus.append(job, token, [delivered, segment(first, 2, final=True)])
+        assert await bus.read_snapshot(first.key) is None
+    await bus.append(job, token, [Kept(first.key, Snapshot(0, 3, b"late"))])  # on its way when it ended
+    assert await bus.read_snapshot(first.key) is None
+    assert (await bus.usage(job)).stored_bytes == 40
+    with pytest.raises(Fenced):
+        await bus.append(job, "another", [Kept(second.key, Snapshot(0, 1, b"x"))])
 
 
 async def test_what_a_worker_notes_is_seen_until_the_episode_starts_again(bus: Bus, claim: Claim) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from services.api.http.presence import Presence
 from services.engines.protocol import info_calls
 from services.engines.sglang import EngineClient
+from services.process.cancelling import cancel_all
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.store import Store
 from tests.services.rollout.rollout_kit import until
@@ -53,5 +54,4 @@ async def test_an_idle_engine_counts_as_alive_until_it_stops_answering(store: St
             return await alive() == [False]
 
         await until(found_gone)
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        await cancel_all([beating], again_after_s=0.5)

@@ -58,6 +58,7 @@ WORKER: dict[str, Any] = {
     "id": "rollout-0",
     "kind": "rollout",
     "host": "h",
+    "address": "",
     "pid": 8,
     "draining": False,
     "jobs": ["job_a"],

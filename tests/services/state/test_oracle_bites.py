@@ -66,7 +66,7 @@ async def test_an_append_that_is_not_deduplicated(
 async def test_a_new_attempt_that_is_answered_as_a_resend(bus: Bus, claim: Claim, mutate: Mutate) -> None:
     reset = "state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil"
     await mutate(reset, "state.attempt = attempt")
-    kept = "  local charged, stored = charge(state), stored_bytes(state)\n  -- How far"
+    kept = "  drop_offer(K, episode)\n  local charged, stored = charge(state), stored_bytes(state)\n  -- How far"
     await mutate("  delete_segments(K, episode, state.segments)\n" + kept, kept)
     await mutate(
         '    local digest = fresh[name] or string.match(redis.call("HGET", K.index, name), "[^/]+$")\n'

@@ -20,7 +20,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.state import functions
 from services.state.away import RedisFault
 from services.state.queue import Bus
-from services.state.queue_records import Append, Snapshot, Stage
+from services.state.queue_records import Append, Kept, PostedReward, Snapshot, Stage
 from services.state.refusals import Refused
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
@@ -47,6 +47,8 @@ GROUP = of(*range(6))
 CHOICE = of(*range(18))
 """Of whatever there is, by its remainder."""
 SELDOM = of(False, False, False, False, True)
+# A world that is appended beside the place where its episode is, by the choice that was drawn for its segment.
+WORLD_AT = {15: -1, 17: 1}
 RULES: dict[str, dict[str, Draw]] = {}
 
 
@@ -111,6 +113,7 @@ class QueueModel:
         self.twin = Side(twin, TwinStore(self.world), [], {})
         self.joined: dict[str, list[str]] = {worker: [] for worker in WORKERS}
         self.ever_leased: list[tuple[str, EpisodeKey]] = []
+        self.unix = 1_000.0
 
     def play(self, seed: int) -> None:
         """STEPS steps; each run prefers other rules. A failure says what was done."""
@@ -227,6 +230,7 @@ class QueueModel:
                 environment=group % 2,
                 bytes_per_episode=reserve,
                 budget_bytes=budget,
+                reads=group % 3,
             )
         )
 
@@ -283,11 +287,12 @@ class QueueModel:
         version: int | None,
         shift: int,
     ) -> None:
-        """Segments of several episodes: after what is there, again what is there, beyond it, with another content."""
+        """Segments of several episodes: after what is there, again what is there, beyond it, with another content;
+        behind some of them the world of their episode, as it is there or elsewhere."""
         name, first = self._pick(choice, is_zombie)
         keys = [first, *(key for holder, key in self._held() if holder == name)]
         present: dict[EpisodeKey, int] = {}
-        appends = []
+        appends: list[Append | Kept] = []
         for number, (which, ahead, is_other, final) in enumerate(steps):
             key = keys[which % len(keys)] if number else first
             episode = self._episode(key)
@@ -297,6 +302,9 @@ class QueueModel:
             note = f"at {index}" if which % 2 else ""
             appends.append(Append(key, attempt, index, text.encode(), final, version, note))
             present[key] += ahead == 0
+            if which % 2:
+                at = max(0, present[key] + WORLD_AT.get(which, 0))
+                appends.append(Kept(key, Snapshot(attempt, at, f"the world of {key} at {at}".encode())))
         self.same(lambda side: side.bus.append(JOB, side.tokens[name], appends))
         # Said again, as a client whose reply was lost does.
         self.same(lambda side: side.bus.append(JOB, side.tokens[name], appends))
@@ -365,10 +373,90 @@ class QueueModel:
         if len(episode.segments) % 2:
             self._append_next(name, key, version=2)
 
+    # Rewards that come late
+
+    @rule(choice=CHOICE, is_zombie=SELDOM, shift=of(0, 0, 0, 0, 0, 0, -1, 1), ahead=of(0, 0, 0, 0, 0, -1, 1))
+    def await_reward(self, choice: int, is_zombie: bool, shift: int, ahead: int) -> None:
+        name, key = self._pick(choice, is_zombie, 1)
+        episode = self._episode(key)
+        attempt = max(0, (episode.attempt if episode else 0) + shift)
+        index = max(0, (len(episode.segments) if episode else 0) + ahead)
+        end = Append(key, attempt, index, f"{key} unpaid".encode(), final=True, note="ended" if choice % 2 else "")
+        deadline = self.unix + choice
+        other = self.joined[WORKERS[choice % len(WORKERS)]][-1]
+        for token in (name, name, other):
+            self._await(token, end, deadline)
+
+    def _await(self, name: str, end: Append, deadline: float) -> None:
+        self.same(lambda side: side.bus.await_reward(side.tokens[name], end, b"kept", deadline))
+
+    @rule(
+        choice=CHOICE,
+        token=of("a", "b", "c", ""),
+        turn=of(None, None, 0, 3),
+        shift=of(0, 0, 0, 0, 0, 0, -1, 1),
+        unseen=SELDOM,
+    )
+    def a_reward_comes(self, choice: int, token: str, turn: int | None, shift: int, unseen: bool) -> None:
+        key = self._awaited(choice)
+        episode = self._episode(key)
+        attempt = max(0, (episode.attempt if episode else 0) + shift)
+        seen = len(episode.awaited.posted) if episode and episode.awaited else 0
+        seen += unseen
+        end = Append(key, attempt, len(episode.segments) if episode else 0, f"{key}:{turn}".encode(), final=True)
+        now = self.unix
+        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now))
+        paid = PostedReward(token, turn or 0, choice / 8)
+        for _ in range(2):
+            if turn is None:
+                self.same(lambda side: side.bus.settle_reward(end, token, seen=seen, now=now))
+            else:
+                self.same(lambda side: side.bus.post_reward(end, paid, seen=seen, now=now))
+        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now))
+
+    @rule(former=SELDOM, seconds=of(0, 1, 5, 20))
+    def deadlines_pass(self, former: bool, seconds: int) -> None:
+        self.unix += seconds
+        claim, now = 0 if former else -1, self.unix
+        self.same(lambda side: side.bus.expire_rewards(JOB, side.claims[claim].token, now=now))
+
+    def _awaited(self, choice: int) -> EpisodeKey:
+        """Mostly one that waits."""
+        groups = self.world.queue(JOB).groups.items()
+        episodes = [
+            (EpisodeKey(JOB, number, m), one) for number, group in groups for m, one in enumerate(group.episodes)
+        ]
+        waiting = [key for key, one in episodes if one.awaited is not None]
+        some = waiting if choice % 5 and waiting else [key for key, _ in episodes]
+        return some[choice % len(some)] if some else EpisodeKey(JOB, choice, 0)
+
     @rule(choice=CHOICE, is_zombie=SELDOM, num_new=of(0, 0, 1))
     def fail(self, choice: int, is_zombie: bool, num_new: int) -> None:
         name, key = self._pick(choice, is_zombie, num_new)
         self.same(lambda side: side.bus.fail(key, side.tokens[name], "it broke"))
+
+    # Erasing
+
+    @rule(choice=CHOICE, group=GROUP)
+    def erase(self, choice: int, group: int) -> None:
+        """Mostly one that is there; whoever held it goes on as if nothing had happened."""
+        groups = self.world.queue(JOB).groups.items()
+        keys = [EpisodeKey(JOB, number, member) for number, one in groups for member in range(len(one.episodes))]
+        key = keys[choice % len(keys)] if keys else EpisodeKey(JOB, group, 0)
+        for _ in range(2):
+            self.same(lambda side: side.bus.erase(key))
+            self.same(lambda side: side.bus.was_erased(key))
+
+    @rule(former=SELDOM, groups=some_groups)
+    def seal(self, former: bool, groups: list[int]) -> None:
+        """Those that were not erased, or all of them."""
+        found = self.world.queue(JOB).groups
+        members = {
+            group: [place for place, one in enumerate(found[group].episodes) if not one.is_erased or group % 3 == 0]
+            for group in groups
+            if group in found
+        }
+        self.same(lambda side: side.bus.seal(JOB, side.claims[0 if former else -1].token, members))
 
     @rule(group=GROUP, member=of(*range(0, 3)))
     def read(self, group: int, member: int) -> None:
@@ -416,6 +504,7 @@ async def everything(bus: AnyBus) -> list[Any]:
         bus.ready_groups(JOB),
         bus.open_groups(JOB),
         bus.num_queued(JOB),
+        bus.waiting(JOB),
         _segments(bus),
         _letters(bus),
     )
@@ -453,6 +542,10 @@ BROKEN = {
         'not state or token == "" or state.token ~= token or append.attempt',
         "not state or append.attempt",
     ),
+    "a world is kept of segments that are not there": (
+        "world.attempt > state.attempt or world.index > state.segments",
+        "world.attempt > state.attempt",
+    ),
     "a resend is stored twice": ("if append.index < state.segments then", "if append.index < state.segments - 1 then"),
     "a new attempt is taken for a resend": (
         "state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil",
@@ -471,10 +564,28 @@ BROKEN = {
         "(state.version, HIGHEST_VERSION) * SEQUENCES",
         "(state.version, 0) * SEQUENCES",
     ),
+    "a reward counts twice": ("  elseif was_posted(K, episode, attempt, token) then", "  elseif false then"),
+    "the deadline of a reward does not count": (
+        'return now > read_waiting(K, episode).deadline and "late" or ""',
+        'return ""',
+    ),
+    "another worker sets an episode aside": ("waiting.by == token and 0 or refuse", "true and 0 or refuse"),
+    "a reward that nobody has seen is lost": ("if #waiting.posted ~= tonumber(args[5]) then", "if false then"),
+    "a former trainer ends the wait": ('return refuse("FENCED", "ending the wait for rewards")', ""),
+    "a group waits for rewards too early": ("group.done + waiting[name] == group.size", "group.done > 0"),
+    "what waits costs nothing": ("  state.waits = #waiting.payload + #waiting.kept\n", "  state.waits = 0\n"),
+    "what is sealed is erased": ("  elseif group.sealed and owns(K, group.sealed) then", "  elseif false then"),
+    "what was erased is sealed": ("if not erased or string.find(erased,", "if not erased or string.find(name,"),
+    "the seal of a trainer outlives it": (
+        "elseif group.sealed and owns(K, group.sealed)",
+        "elseif group.sealed",
+    ),
+    "whoever played it is not told": ('state and state.erased and "erased: " or ""', '""'),
     "a group is ready too early": ("if group.done == group.size then", "if group.done == group.size - 1 then"),
 }
 
 
+@pytest.mark.slow  # a test of the tests: each asks whether the comparison above would notice
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_comparison_finds_functions_that_are_broken(

@@ -19,17 +19,21 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.retry import Retry as BlockingRetry
 
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import EpisodeKey, Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobsDir
 from services.state.away import CredentialsRefused, NotPermitted
 from services.state.child import RedisChild
 from services.state.client import connect
 from services.state.drains import Drains
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
-from services.state.functions import library
+from services.state.functions import Functions, functions_there, library
+from services.state.loans import Loans
 from services.state.queue import Append, Bus, Snapshot
+from services.state.refusals import Fenced
 from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, main
 from services.state.server import RedisServer
+from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Claim, Store
 from services.state.worker_requests import WorkerRequests
 
@@ -57,6 +61,42 @@ async def as_user(server_binary: Path, tmp_path: Path) -> AsyncIterator[As]:
             yield client
             for one in opened:
                 await one.aclose()
+
+
+async def test_only_a_gateway_has_the_secret_of_agents_keys_and_offers_episodes(as_user: As) -> None:
+    api = Bus(as_user("gspo-api"))
+    await api.load_functions()
+    gateway, rollout = as_user("gspo-gateway"), as_user("gspo-rollout")
+    secret = await shared_secret(gateway, AGENT_KEYS)
+    assert await shared_secret(gateway, AGENT_KEYS) == secret
+    token = await Bus(gateway).join("gateway-0")
+    key = EpisodeKey("job-1", 0, 0)
+    with pytest.raises(Fenced):  # which is an answer
+        await Loans(Functions(gateway)).offer(key, token, 0, b"")
+    assert await Loans(Functions(gateway)).offers("job-1") == {}
+    assert await Bus(gateway).holder(key) == ""
+    for refused in (
+        shared_secret(rollout, AGENT_KEYS),
+        Loans(Functions(rollout)).offer(key, token, 0, b""),
+        Loans(Functions(rollout)).lend("job-1", "a", 60),
+        Loans(Functions(gateway)).lend("job-1", "a", 60),
+    ):
+        with pytest.raises(NotPermitted):
+            await refused
+
+
+async def test_what_announces_engines_needs_no_more_than_a_worker_may(as_user: As) -> None:
+    store = Store(as_user("gspo-rollout"))
+    with pytest.raises(NotPermitted):
+        await store.load_functions()
+    waiting = asyncio.create_task(functions_there(store))
+    await Store(as_user("gspo-api")).load_functions()
+    async with asyncio.timeout(60):
+        await waiting
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    assert [one.id for one in await store.fleet.engines()] == ["e"]
+    await store.fleet.remove_engine("e")
+    assert await store.fleet.engines() == []
 
 
 async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from services.state import child
 from services.state.server import RedisServer, RedisUnsuitable, connect, find_binary
 from services.state.server_promises import warn_if_weaker
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

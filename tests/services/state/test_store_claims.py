@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.keys import BUS_KEYS, job_key, service_key
 from services.state.queue import Append, Bus, Fenced

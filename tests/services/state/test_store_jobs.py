@@ -34,7 +34,7 @@ pytestmark = pytest.mark.every_server
 LEGAL = {
     "queued": {"starting", "cancelled", "failed"},
     "starting": {"running", "queued", "cancelling", "failed"},
-    "running": {"pausing", "cancelling", "succeeded", "failed", "starting"},
+    "running": {"queued", "pausing", "cancelling", "succeeded", "failed", "starting"},
     "pausing": {"paused", "cancelling", "failed", "starting"},
     "paused": {"resuming", "cancelling"},
     "resuming": {"running", "starting", "cancelling", "failed"},
@@ -133,7 +133,8 @@ async def test_a_lost_reply_creates_no_second_job(
 ) -> None:
     proxy.disturb(function, lose_reply={0, 1}, lose_request={2})
     job = await Store(lossy_client).jobs.create("{}", idempotency_key="key")
-    assert proxy.num_seen == 4
+    num_asked = 2 if function == b"gspo_reserve" else 1  # once more when the job is on disk
+    assert proxy.num_seen == 3 + num_asked
     assert await store.jobs.page() == [job]
     assert len(await store.events.read(job.id)) == 1
 

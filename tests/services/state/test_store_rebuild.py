@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobDir, JobsDir
-from services.files.job_records import DamagedRecord, JobRecords, RecordConflict, VersionRecord
+from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, RecordConflict, VersionRecord
 from services.state.keys import job_key
 from services.state.queue import Bus, Fenced
 from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict
-from services.state.store import Claim, JobConflict, JobNotFound, JobStatus, Store
+from services.state.store import Claim, JobConflict, JobNotFound, JobRecord, JobStatus, Store
 
 pytestmark = pytest.mark.every_server
 
@@ -316,7 +317,7 @@ async def test_a_wipe_in_the_middle_of_a_rebuild_is_noticed(
 
     monkeypatch.setattr(JobRecords, "accepted", wipe_after_two)
     listing = asyncio.create_task(store.jobs.page())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(wiped) < 2:
             await asyncio.sleep(0)
     await redis_client.flushall()
@@ -428,3 +429,60 @@ async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once
     monkeypatch.setattr(Rebuild, "_restore_environments", then_wipe)
     assert await store.rebuild() == 1
     assert [record["step"] for record in await store.metrics.read(claim.job_id)] == [1]
+
+
+@pytest.mark.parametrize("is_wiped_again", [False, True])
+async def test_one_job_of_a_key_though_the_server_is_wiped_before_the_first_is_on_disk(
+    redis_client: Redis, store: Store, jobs_dir: Path, monkeypatch: pytest.MonkeyPatch, is_wiped_again: bool
+) -> None:
+    """The one through another API process finds neither the key nor the job, and is answered first."""
+    accept, loop, answers = JobRecords.accept, asyncio.get_running_loop(), list[JobRecord]()
+
+    async def wipe_and_ask_elsewhere() -> None:
+        await redis_client.flushall()
+        other = Store(redis_client, jobs_dir=JobsDir(jobs_dir))
+        answers.append(await other.jobs.create("{}", idempotency_key="key", job_id="job_b"))
+        if is_wiped_again:
+            await redis_client.flushall()
+
+    def late(self: JobRecords, wanted: AcceptedJob) -> AcceptedJob:
+        monkeypatch.undo()
+        asyncio.run_coroutine_threadsafe(wipe_and_ask_elsewhere(), loop).result(30)
+        return accept(self, wanted)
+
+    monkeypatch.setattr(JobRecords, "accept", late)
+    answers.append(await store.jobs.create("{}", idempotency_key="key", job_id="job_a"))
+    assert [job.id for job in answers] == ["job_b", "job_b"]
+    assert [job.id for job in await store.jobs.page()] == ["job_b"]
+    await redis_client.flushall()
+    assert [job.id for job in await store.jobs.page()] == ["job_b"]
+
+
+@pytest.mark.parametrize("first", ["job_a", "job_b"])
+async def test_a_key_is_not_taken_while_a_wiped_server_has_not_its_keys_back(
+    redis_client: Redis, store: Store, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """It was whole when it was looked at, and lost everything before the key was asked for."""
+    await store.jobs.create("{}", idempotency_key="key", job_id=first)
+    ensure, wipes = Rebuild.ensure, [redis_client.flushall]
+
+    async def then_wipe(self: Rebuild) -> None:
+        await ensure(self)
+        if wipes:
+            await wipes.pop()()
+
+    monkeypatch.setattr(Rebuild, "ensure", then_wipe)
+    other = "job_b" if first == "job_a" else "job_a"
+    assert (await store.jobs.create("{}", idempotency_key="key", job_id=other)).id == first
+    assert [job.id for job in await store.jobs.page()] == [first]
+
+
+async def test_of_two_jobs_under_one_key_the_one_that_was_answered_is_brought_back(
+    redis_client: Redis, store: Store, jobs_dir: Path
+) -> None:
+    """The other was written down by a process that died before it could withdraw it."""
+    await store.jobs.create("{}", idempotency_key="key", job_id="job_b")
+    answered = JobRecords(JobsDir(jobs_dir).job("job_b")).accepted()
+    JobRecords(JobsDir(jobs_dir).job("job_a")).accept(answered)
+    await redis_client.flushall()
+    assert [job.id for job in await store.jobs.page()] == ["job_b"]

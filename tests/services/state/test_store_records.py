@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.state.functions import LIBRARY_VERSION, Functions, LibraryTooNew, library
 from services.state.keys import InvalidJobId, job_key, job_keys, service_key, service_keys

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, token_staleness
-from gspo_core.types import Split, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightsManifest
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir, JobsDir
 from services.files.weights import WeightStore

@@ -31,7 +31,8 @@ class TwinJobs:
         for job, owner in sorted(self._world.owners.items()):
             if not owner:
                 token = self._world.owners[job] = uuid4().hex
-                return Claim(job, token, epoch=1, attempt=1)
+                self._world.epochs[job] += 1
+                return Claim(job, token, self._world.epochs[job], attempt=1)
         return None
 
     async def release(self, job: str, token: str) -> None:

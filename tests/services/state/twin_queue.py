@@ -24,13 +24,16 @@ from services.state.queue_records import (
     EpisodeLease,
     EpisodeView,
     GroupView,
+    Kept,
     QueueUsage,
     ReadyGroup,
     Snapshot,
     Stage,
 )
 from services.state.refusals import Conflict, Fenced, Full, Gap
-from tests.services.state.twin_world import TwinEpisode, TwinGroup, TwinQueue, TwinSegment, World
+from tests.services.state.twin_erasing import TwinErasing
+from tests.services.state.twin_rewards import TwinAwaitedRewards, find, note_completion
+from tests.services.state.twin_world import TwinEpisode, TwinGroup, TwinQueue, TwinSegment, World, fenced
 
 MAX_FAILURES = 3
 DEAD_LETTERS_KEPT = 1000
@@ -41,7 +44,7 @@ _ENDED = (Stage.DONE, Stage.DEAD)
 _SUSPECT = -1
 
 
-class TwinBus:
+class TwinBus(TwinAwaitedRewards, TwinErasing):
     """Has the methods of ``Bus``, with the same meaning; see there."""
 
     def __init__(self, world: World, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,6 +68,7 @@ class TwinBus:
         environment: int = 0,
         bytes_per_episode: int = 0,
         budget_bytes: int | None = None,
+        reads: int = 0,
     ) -> bool:
         if group < 0 or size < 1 or bytes_per_episode < 0:
             raise ValueError(
@@ -81,7 +85,7 @@ class TwinBus:
             raise Full(f"group {group}: {charged} of {budget_bytes} bytes are taken")
         queue.sequence += 1
         episodes = [TwinEpisode(queue.sequence, bytes_per_episode) for _ in range(size)]
-        queue.groups[group] = TwinGroup(split, task_index, environment, episodes)
+        queue.groups[group] = TwinGroup(split, task_index, environment, episodes, self._world.epochs[job], reads)
         queue.counters["dispatched"] += 1
         return True
 
@@ -106,7 +110,16 @@ class TwinBus:
         ready = [(group.completion, number, group) for number, group in self._world.queue(job).groups.items()]
         complete = sorted((entry for entry in ready if entry[0] is not None), key=lambda entry: entry[0] or 0)
         return [
-            ReadyGroup(number, group.split, group.task_index, group.environment, len(group.episodes), _dead(group))
+            ReadyGroup(
+                number,
+                group.split,
+                group.task_index,
+                group.environment,
+                len(group.episodes),
+                _dead(group),
+                group.num_waited,
+                tuple(member for member, one in enumerate(group.episodes) if one.is_erased),
+            )
             for _, number, group in complete
         ]
 
@@ -132,7 +145,7 @@ class TwinBus:
         for episode in left:
             _end_without_outcome(episode)
         if left:
-            _note_completion(queue, group)
+            note_completion(queue, group)
         return len(left)
 
     async def counters(self, job: str) -> dict[str, int]:
@@ -193,7 +206,7 @@ class TwinBus:
         queue = self._world.queue(job)
         taken: list[EpisodeKey] = []
         for key in keys:
-            episode = _find(queue, key)
+            episode = find(queue, key)
             if episode is not None and episode.stage is Stage.QUEUED:
                 episode.stage, episode.token = Stage.HELD, token
                 queue.holders[token] = worker
@@ -201,7 +214,7 @@ class TwinBus:
                 taken.append(key)
         return [_lease(job, (key.group, key.member), queue) for key in taken]
 
-    async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
+    async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
         queue = self._world.queue(job)
         for item in appends:
             if item.key.job != job:
@@ -211,6 +224,9 @@ class TwinBus:
         position = queue.last_position
         for item in appends:
             episode = changed.get(item.key) or _copy_of(queue, item.key)
+            if isinstance(item, Kept):
+                changed[item.key] = _keep(episode, token, item)
+                continue
             _check_append(episode, token, item)
             assert episode is not None
             changed[item.key] = episode
@@ -222,12 +238,13 @@ class TwinBus:
                 episode.note = item.note[:MAX_NOTE_CHARS] or episode.note
                 if item.version is not None:
                     episode.version = min(item.version, item.version if episode.version is None else episode.version)
-        ended = dict.fromkeys(item.key for item in appends if item.final and _ends(queue, item.key, changed))
+        last = (item.key for item in appends if isinstance(item, Append) and item.final)
+        ended = dict.fromkeys(key for key in last if _ends(queue, key, changed))
         for key, episode in changed.items():
             queue.groups[key.group].episodes[key.member] = episode
         queue.last_position = position
         for key in ended:
-            _note_completion(queue, key.group)
+            note_completion(queue, key.group)
         async with self._world.news:
             self._world.news.notify_all()
 
@@ -235,9 +252,9 @@ class TwinBus:
         for index, item in enumerate(kept):
             if (item.key, item.attempt, item.index, item.final) != (key, attempt, index, False):
                 raise ValueError(f"attempt {attempt} of {key} does not begin with segment {item.index} of {item.key}")
-        episode = _find(self._world.queue(key.job), key)
+        episode = find(self._world.queue(key.job), key)
         if episode is None or not _holds(episode, token) or attempt < episode.attempt:
-            raise Fenced(f"restart of episode {key} as attempt {attempt}")
+            raise fenced(episode, f"restart of episode {key} as attempt {attempt}")
         if attempt == episode.attempt:
             return
         if attempt > episode.attempt + 1:
@@ -257,14 +274,14 @@ class TwinBus:
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         for key in keys:
-            episode = _find(self._world.queue(job), key)
+            episode = find(self._world.queue(job), key)
             if episode is not None and _holds(episode, token):
                 _requeue(episode)
 
     async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         queue = self._world.queue(job)
         for key in keys:
-            episode = _find(queue, key)
+            episode = find(queue, key)
             if episode is not None and _holds(episode, token):
                 queue.sequence += 1
                 episode.stage, episode.token, episode.came_back = Stage.QUEUED, "", False
@@ -274,19 +291,19 @@ class TwinBus:
         return sum(one.stage is Stage.QUEUED for _, one in _episodes(self._world.queue(job)))
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
-        episode = _find(self._world.queue(key.job), key)
+        episode = find(self._world.queue(key.job), key)
         if episode is None or not _holds(episode, token) or snapshot.attempt < episode.attempt:
-            raise Fenced(f"snapshot of episode {key}")
+            raise fenced(episode, f"snapshot of episode {key}")
         if (snapshot.attempt, snapshot.num_segments) != (episode.attempt, len(episode.segments)):
             raise Gap(f"snapshot of episode {key} after segment {snapshot.num_segments}")
         episode.snapshot = snapshot
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
-        episode = _find(self._world.queue(key.job), key)
+        episode = find(self._world.queue(key.job), key)
         return None if episode is None else episode.snapshot
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
-        episode = _find(self._world.queue(key.job), key)
+        episode = find(self._world.queue(key.job), key)
         if episode is not None and _holds(episode, token):
             self._fail(key, episode, reason[:MAX_REASON_CHARS], is_death=False)
 
@@ -313,10 +330,10 @@ class TwinBus:
             datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         )
         queue.dead_letters = [*queue.dead_letters, letter][-DEAD_LETTERS_KEPT:]
-        _note_completion(queue, key.group)
+        note_completion(queue, key.group)
 
     async def read_episode(self, key: EpisodeKey) -> list[bytes]:
-        episode = _find(self._world.queue(key.job), key)
+        episode = find(self._world.queue(key.job), key)
         return [] if episode is None else [segment.payload for segment in episode.segments]
 
     async def reap(self, job: str) -> int:
@@ -349,13 +366,8 @@ def _episodes(queue: TwinQueue) -> Iterator[tuple[tuple[int, int], TwinEpisode]]
             yield (number, member), episode
 
 
-def _find(queue: TwinQueue, key: EpisodeKey) -> TwinEpisode | None:
-    group = queue.groups.get(key.group)
-    return group.episodes[key.member] if group and key.member < len(group.episodes) else None
-
-
 def _copy_of(queue: TwinQueue, key: EpisodeKey) -> TwinEpisode | None:
-    found = _find(queue, key)
+    found = find(queue, key)
     if found is not None:
         found = copy(found)
         found.segments = list(found.segments)
@@ -367,7 +379,7 @@ def _holds(episode: TwinEpisode, token: str) -> bool:
 
 
 def _end_without_outcome(episode: TwinEpisode) -> None:
-    episode.stage, episode.token, episode.snapshot = Stage.DEAD, "", None
+    episode.stage, episode.token, episode.snapshot, episode.awaited = Stage.DEAD, "", None, None
 
 
 def _requeue(episode: TwinEpisode) -> None:
@@ -388,7 +400,7 @@ def _check_append(episode: TwinEpisode | None, token: str, item: Append) -> None
     """``episode`` as it is after the appends before this one; a new segment or an exact resend passes."""
     name = f"segment {item.key.group}:{item.key.member}:{item.index}"
     if episode is None or not token or episode.token != token or item.attempt < episode.attempt:
-        raise Fenced(f"append of {name}")
+        raise fenced(episode, f"append of {name}")
     if item.attempt > episode.attempt or item.index > len(episode.segments):
         raise Gap(f"{name} of attempt {item.attempt}, there are {len(episode.segments)} of {episode.attempt}")
     if item.index < len(episode.segments):
@@ -399,17 +411,22 @@ def _check_append(episode: TwinEpisode | None, token: str, item: Append) -> None
         raise Conflict(f"{name} after the last one of its episode")
 
 
+def _keep(episode: TwinEpisode | None, token: str, kept: Kept) -> TwinEpisode:
+    """``episode`` with the snapshot, unless it has gone on or ended since."""
+    snapshot = kept.snapshot
+    if episode is None or not token or episode.token != token or snapshot.attempt < episode.attempt:
+        raise fenced(episode, f"snapshot of episode {kept.key}")
+    if snapshot.attempt > episode.attempt or snapshot.num_segments > len(episode.segments):
+        raise Gap(f"snapshot of episode {kept.key} after segment {snapshot.num_segments}")
+    if snapshot.num_segments == len(episode.segments) and episode.stage not in _ENDED:
+        episode.snapshot = snapshot
+    return episode
+
+
 def _ends(queue: TwinQueue, key: EpisodeKey, changed: dict[EpisodeKey, TwinEpisode]) -> bool:
     """Whether the episode ends with these appends, and had not before."""
-    before = _find(queue, key)
+    before = find(queue, key)
     return before is not None and before.stage is not Stage.DONE and changed[key].stage is Stage.DONE
-
-
-def _note_completion(queue: TwinQueue, number: int) -> None:
-    group = queue.groups[number]
-    if group.completion is None and all(one.stage in _ENDED for one in group.episodes):
-        queue.completions += 1
-        group.completion = queue.completions
 
 
 def _dead(group: TwinGroup) -> tuple[int, ...]:
@@ -430,6 +447,8 @@ def _lease(job: str, key: tuple[int, int], queue: TwinQueue) -> EpisodeLease:
         group_size=len(group.episodes),
         num_failures=episode.failures,
         note=episode.note,
+        epoch=group.epoch,
+        reads=group.reads,
     )
 
 

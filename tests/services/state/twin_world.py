@@ -10,8 +10,9 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gspo_core.types import Split
-from services.state.queue_records import DeadLetter, Snapshot, Stage
+from gspo_core.types import EpisodeKey, Split
+from services.state.queue_records import DeadLetter, PostedReward, Snapshot, Stage
+from services.state.refusals import Erased, Fenced
 
 MAX_DEATHS = 3
 
@@ -21,6 +22,23 @@ class TwinSegment:
     position: int
     payload: bytes
     final: bool
+
+
+@dataclass(slots=True)
+class TwinAwaited:
+    """The end of an episode that waits for its reward."""
+
+    by: str
+    """The token that set it aside."""
+    payload: bytes
+    kept: bytes
+    deadline: float
+    posted: list[PostedReward] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        items = (f"{one.token}{one.turn}{one.value.hex()}" for one in self.posted)
+        return len(self.payload) + len(self.kept) + sum(map(len, items))
 
 
 @dataclass(slots=True)
@@ -42,6 +60,9 @@ class TwinEpisode:
     segments: list[TwinSegment] = field(default_factory=list)
     snapshot: Snapshot | None = None
     note: str = ""
+    awaited: TwinAwaited | None = None
+    """While it waits for its reward."""
+    is_erased: bool = False
 
     @property
     def is_suspect(self) -> bool:
@@ -53,12 +74,14 @@ class TwinEpisode:
 
     @property
     def snapshot_bytes(self) -> int:
-        return len(self.snapshot.data) if self.snapshot else 0
+        return len(self.snapshot.data) if self.snapshot else self.awaited.num_bytes if self.awaited else 0
 
     @property
     def charged_bytes(self) -> int:
         if self.stage in (Stage.DONE, Stage.DEAD):
             return self.stored_bytes
+        if self.awaited is not None:
+            return self.stored_bytes + self.awaited.num_bytes
         return max(self.reserve, self.stored_bytes + self.snapshot_bytes)
 
 
@@ -68,8 +91,14 @@ class TwinGroup:
     task_index: int
     environment: int
     episodes: list[TwinEpisode]
+    epoch: int
+    reads: int
     completion: int | None = None
     """In which place it became ready."""
+    num_waited: int = 0
+    """Members that had waited for their reward when they ended."""
+    sealed_by: str = ""
+    """The trainer that last wrote it into a batch log, or was about to."""
 
 
 @dataclass(slots=True)
@@ -85,6 +114,10 @@ class TwinQueue:
     """Token -> worker, of all that ever leased."""
     dead_letters: list[DeadLetter] = field(default_factory=list)
     num_dead_letters: int = 0
+    tokens_posted: set[tuple[EpisodeKey, int, str]] = field(default_factory=set)
+    """Tokens of rewards that were taken late."""
+    num_late: int = 0
+    num_missed: int = 0
 
 
 class World:
@@ -93,6 +126,8 @@ class World:
     def __init__(self) -> None:
         self.owners: dict[str, str] = {}
         """Job -> token of its trainer; empty while it has none."""
+        self.epochs: Counter[str] = Counter()
+        """Job -> how many trainers claimed it."""
         self.queues: dict[str, TwinQueue] = {}
         self.lease_tokens: dict[str, str] = {}
         self.lease_beats: dict[str, int] = {}
@@ -105,3 +140,8 @@ class World:
     def owns(self, job: str, token: str) -> bool:
         """Whether ``token`` is that of the job's trainer."""
         return bool(token) and self.owners.get(job) == token
+
+
+def fenced(episode: TwinEpisode | None, what: str) -> Fenced:
+    """The refusal of whoever does not hold the episode any more."""
+    return Erased(what) if episode is not None and episode.is_erased else Fenced(what)

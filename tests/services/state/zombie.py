@@ -11,7 +11,8 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.client import connect
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import Store

@@ -15,22 +15,19 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 from redis.asyncio import Redis
 
 from gspo_core.advantage import group_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.codec import encode
 from gspo_core.learner import Learner
-from gspo_core.learner.model_directory import load_model
 from gspo_core.spec import JobSpec
 from gspo_core.types import Outcome, Segment, StopReason
 from services.engines.errors import EngineError
@@ -50,7 +47,9 @@ from services.trainer.run import JobRun
 from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.worker import TrainerWorker
+from tests.apparatus import small_qwen3
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport, language
+from tests.apparatus.small_qwen3 import next_logprobs
 from tests.core.learner_support import VOCABULARY
 from tests.services.trainer.trainer_kit import InProcess, stop
 
@@ -83,36 +82,16 @@ def loop_spec(model_dir: Path, **changes: Any) -> JobSpec:
 # The engine's language
 
 
-@lru_cache(maxsize=4)
-def _model(weights: str) -> Any:
-    with torch.random.fork_rng():
-        return load_model(Path(weights), "padded")
-
-
-@lru_cache(maxsize=100_000)
-@torch.inference_mode()
-def _logprobs(ids: bytes, weights: str) -> NDArray[np.float64]:
-    tokens = torch.tensor(np.frombuffer(ids, np.int32).astype(np.int64))[None]
-    values: NDArray[np.float64] = (
-        torch.log_softmax(_model(weights)(input_ids=tokens).logits[0, -1], -1).double().numpy()
-    )
-    return values
-
-
 def _read(state: bytes, token_id: int, weights: str) -> bytes:
     return state + np.int32(token_id).tobytes()
 
 
-def _ids(state: bytes | Sequence[int]) -> bytes:
-    return state if isinstance(state, bytes) else np.array(state, np.int32).tobytes()
-
-
 def sample_turn(weights: str, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
     """What the model says after ``prompt``, and how probable it was; the dice are a function of the prompt."""
-    dice = random.Random(_ids(prompt))
+    dice = random.Random(np.array(prompt, np.int32).tobytes())
     ids, logprobs = list(prompt), []
     while len(ids) - len(prompt) < ACTIONS and (ids == list(prompt) or ids[-1] != STOP_ID):
-        values = _logprobs(_ids(ids), weights)
+        values = next_logprobs(weights, ids)
         ids.append(dice.choices(range(VOCABULARY), weights=np.exp(values).tolist())[0])
         logprobs.append(float(values[ids[-1]]))
     return ids[len(prompt) :], logprobs
@@ -123,10 +102,9 @@ def spoken_by_the_model(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Scripted engines say what the model would say whose weights they hold."""
     with patch.context() as patched:
         patched.setattr(language, "read", _read)
-        patched.setattr(language, "logprobs", lambda state, weights, _t, _v: _logprobs(state, weights))
+        patched.setattr(language, "logprobs", lambda state, weights, _t, _v: next_logprobs(weights, state))
         yield
-    _logprobs.cache_clear()
-    _model.cache_clear()
+    small_qwen3.forget()
 
 
 # Episodes
@@ -158,7 +136,8 @@ def plain_loop(spec: JobSpec, directory: Path, *, learner: Learner | None = None
         batch: list[TrainSequence] = []
         for group in range(step * count, (step + 1) * count):
             task = schedule.task(group).index
-            batch += _plain_group(str(weights), [prompt_of(task, group, member) for member in range(size)], spec)
+            prompts = [prompt_of(task, group, member) for member in range(size)]
+            batch += [replace(one, group=group) for one in _plain_group(str(weights), prompts, spec)]
         learner.step(batch)
     return learner
 
@@ -273,7 +252,7 @@ class Loop:
                     await self.bus.reap(self.job)
                     for lease in await self.bus.lease(self.job, "player", token, 8):
                         await self._play(lease, token)
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0.02)
 
     async def _play(self, lease: EpisodeLease, token: str) -> None:
         key, history, appends = lease.key, list[int](), list[Append]()
@@ -401,7 +380,7 @@ class Killed(BaseException):
 
 # What a trainer tells those who outlive it. Between two of these it may die at any moment, and nobody sees which.
 WRITES = {
-    *("begin_epoch", "write", "collect", "dispatch", "commit", "update_progress", "set_status"),
+    *("begin_epoch", "write", "collect", "dispatch", "seal", "commit", "update_progress", "set_status"),
     *("VersionTable.next", "VersionTable.publish", "Fleet.bind", "Fleet.mark", "MetricSeries.add", "EventLog.add"),
 }
 
@@ -467,7 +446,7 @@ class _Mortal:
 # Trainers
 
 
-async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None) -> None:
+async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None, *, ends: str = "succeeded") -> None:
     """A trainer's process, until the job is over. ``make`` makes its learner."""
     end = asyncio.Event()
     worker = loop.worker("trainer", make=make)
@@ -478,7 +457,7 @@ async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None) -> Non
         end.set()
         await serving
     job = await loop.store.jobs.get(loop.job)
-    assert job.status == "succeeded", job.status_reason
+    assert job.status == ends, job.status_reason
 
 
 async def serve_although_killed(

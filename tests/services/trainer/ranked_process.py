@@ -20,11 +20,11 @@ from torch.distributed import distributed_c10d
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from gspo_core.log.settings import learner_config
 from gspo_core.spec import JobSpec
 from services.files.data_dir import DataDir
 from services.state.client import connect
 from services.trainer.building import make_ranked_learner
-from services.trainer.groups.step_settings import learner_config
 from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.followers import Followers

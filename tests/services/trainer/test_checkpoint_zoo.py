@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from gspo_core import codec
 from gspo_core.learner import Learner, check_state, state
 from gspo_core.log import batches, checkpoints
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
 from gspo_core.staleness import Position
 from services.files.batch_log import BatchLog, LoggedBatch, spent
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.trainer.groups.step_settings import Tuning
 from services.trainer.past.recovery import Recovered, recover
 from services.trainer.past.replay import train_again
 from services.trainer.telling.failure import AttemptFailed, JobFailure
@@ -136,7 +137,7 @@ def test_what_stands_in_for_a_damaged_one_is_kept(
     assert fingerprint(learner) == whole[1][4]
 
 
-@pytest.mark.parametrize("place", ["services.files.checkpoints._sha256", "gspo_core.learner.state._sha256"])
+@pytest.mark.parametrize("place", ["gspo_core.log.history._sha256", "gspo_core.learner.state._sha256"])
 def test_what_cannot_be_read_just_now_is_not_passed_over(
     place: str, job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,16 @@ def test_what_an_older_epoch_saves_when_it_wakes_up_is_void(
 # Releases
 
 
+class OtherNumber:
+    """Of a header: writes that the rest is of schema 99."""
+
+    def __init__(self, header: struct.Struct) -> None:
+        self._header = header
+
+    def pack(self, magic: bytes, schema: int, *rest: int) -> bytes:
+        return self._header.pack(magic, 99, *rest)
+
+
 def test_a_checkpoint_of_the_previous_format_is_read(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
 ) -> None:
@@ -256,19 +267,19 @@ def test_a_checkpoint_of_the_previous_format_is_read(
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "number", "said"),
+    ("module", "name", "value", "said"),
     [
         (checkpoints, "FORMAT", 3, "format 3"),
         (state, "FORMAT", 0, "format 0"),
-        (batches, "SCHEMA", 2, "schema 2"),
-        (codec, "SCHEMA", 0, "schema 0"),
+        (batches, "_HEADER", OtherNumber(batches._HEADER), "schema 99"),
+        (codec, "_PREFIX", OtherNumber(codec._PREFIX), "schema 99"),
     ],
     ids=["checkpoint", "learner state", "batch log", "segments in a batch log"],
 )
 def test_what_another_release_wrote_is_refused_by_name(
     module: object,
     name: str,
-    number: int,
+    value: object,
     said: str,
     job_dir: Path,
     model_dir: Path,
@@ -276,7 +287,7 @@ def test_what_another_release_wrote_is_refused_by_name(
 ) -> None:
     """Passing over it would quietly start again from an older step. Nothing is removed."""
     with monkeypatch.context() as other_release:
-        other_release.setattr(module, name, number)
+        other_release.setattr(module, name, value)
         logged(BatchLog(JobDir(job_dir)), 1, 5, [group(4, [1.0, 0.0])])
         if module in (checkpoints, state):
             learner = make_learner(model_dir)
@@ -311,3 +322,16 @@ def test_a_long_way_is_saved_in_between(
     assert (found.saved, found.reached) == (Position(1, 3), Position(1, 4))
     assert fingerprint(heir) == whole[1][4]
     assert list(found.lineage.owed()) == [4, 5, 6, 7]
+
+
+def test_what_is_kept_for_good_is_made_up_for(
+    job_dir: Path, whole: tuple[Path, Mapping[int, str]], model_dir: Path
+) -> None:
+    """Its trainer may have died after the log of the step and before the checkpoint."""
+    store, log = CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir))
+    shutil.rmtree(job_dir / "checkpoints" / NEWEST)
+    recover(make_learner(model_dir), store, log, 2, tuning(model_dir), is_for_good=lambda step: step == 3)
+    assert store.positions() == [Position(1, 2), Position(1, 3)]
+    learner = make_learner(model_dir)
+    learner.load_state(store.learner_dir(Position(1, 3)))
+    assert fingerprint(learner) == whole[1][3]

@@ -62,6 +62,22 @@ def test_what_lasts_for_three_steps_is_told(alarms: Alarms, changes: dict[str, f
     assert kinds(alarms, 21, 22, **changes) == [], "two steps may be odd"
 
 
+def test_updates_that_keep_going_the_same_way_are_told_with_the_age_of_the_data(alarms: Alarms) -> None:
+    metrics = [{**HEALTHY, "learner/grad_alignment": value, "staleness/mean": 8.5} for value in (0.1, *[0.4] * 9)]
+    told = [alarms.due(step, one, []) for step, one in enumerate(metrics, 6)]
+    assert told[:7] == [[]] * 7, "a few steps are noise"
+    [alarm] = told[7]
+    assert (alarm.kind, alarm.value) == (RunAlarm.GRADIENTS_ALIGNED, pytest.approx((0.1 + 7 * 0.4) / 8))
+    assert "8.5 steps" in alarm.meaning
+    assert kinds(alarms, 16, 60, learner__grad_alignment=0.19) == []
+
+
+def test_a_trainer_that_takes_over_knows_how_well_updates_agreed() -> None:
+    alarms = Alarms()
+    alarms.recall({"step": step, **HEALTHY, "learner/grad_alignment": 0.4} for step in range(1, 8))
+    assert kinds(alarms, 8, 8, learner__grad_alignment=0.4) == [(8, RunAlarm.GRADIENTS_ALIGNED)]
+
+
 def test_a_policy_that_nearly_always_succeeds_may_be_sure_of_itself(alarms: Alarms) -> None:
     sure = {"sampling__entropy": 0.05}
     assert kinds(alarms, 6, 20, **sure, reward__mean=0.85, reward__std=0.357) == []
@@ -111,6 +127,25 @@ def test_alarms_of_the_loss_and_of_the_groups_come_along(alarms: Alarms) -> None
     alike = {**HEALTHY, "groups/zero_variance": 4.0}
     told = [one.kind for step in range(7, 10) for one in alarms.due(step, alike, [])]
     assert told == [AlarmKind.NO_SIGNAL]
+
+
+def held_out(mean: float, margin: float = 0.04) -> dict[str, float]:
+    return {"eval/reward/mean": mean, "eval/reward/low": mean - margin, "eval/reward/high": mean + margin}
+
+
+def test_a_held_out_reward_that_fell_by_more_than_chance_is_told_with_the_best(alarms: Alarms) -> None:
+    assert [alarms.evaluated(step, held_out(mean)) for step, mean in ((6, 0.5), (12, 0.9), (18, 0.83))] == [[], [], []]
+    (told,) = alarms.evaluated(24, held_out(0.65))
+    assert (told.kind, told.value, told.bound) == (RunAlarm.EVALUATION_FELL, pytest.approx(0.69), pytest.approx(0.86))
+    assert "fell to 0.65; it was 0.9 after step 12" in str(told)
+    assert alarms.evaluated(30, held_out(0.92)) == [], "it came back"
+    assert alarms.evaluated(36, {"eval/reward/mean": 0.1}) == [], "without an interval nothing is certain"
+
+
+def test_a_trainer_that_takes_over_knows_the_best_evaluation() -> None:
+    heir = Alarms()
+    heir.recall([{"step": 6, **held_out(0.9)}, {"step": 12, **held_out(0.7)}])
+    assert [one.kind for one in heir.evaluated(18, held_out(0.7))] == [RunAlarm.EVALUATION_FELL]
 
 
 def test_every_alarm_has_advice_and_a_line_on_the_page() -> None:

@@ -27,16 +27,19 @@ from services.state.server import RedisServer
 from services.state.store import Claim
 from services.trainer import attempt_process, torchrun
 from services.trainer.attempt_messages import AttemptEnd
-from services.trainer.attempt_process import AttemptProcesses, NotStarted, Started, start_python
+from services.trainer.attempt_process import AttemptProcesses, NotStarted, Start, Started, start_python
 from services.trainer.building import make_learner
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
+from tests.apparatus.warm_python import Forked, WarmPython
 from tests.core.learner_support import write_model
 from tests.services.trainer.loop_kit import DESCRIPTION, LEASE_S, Loop, a_loop, fingerprint, loop_spec, plain_loop
 from tests.services.trainer.test_trainer_ranks import is_alive, served
 
 DEADLINE_S = 200.0
-STEPS = 2
+# More than are taken before a test that acts after the first one has acted.
+STEPS = 8
+ATTEMPT = "-m", "services.trainer.attempt_main"
 pytestmark = [
     pytest.mark.timeout(600),  # every process imports torch
     pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc"),
@@ -51,6 +54,20 @@ def children() -> list[int]:
             if b"attempt_main" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_alive(pid):
                 found.append(pid)
     return found
+
+
+@pytest.fixture
+def warm(warm_python: WarmPython) -> Iterator[Start]:
+    """Where it does not matter how a process began: the imports are done once for all of these."""
+    started: list[Forked] = []
+
+    def start(stdin: int, stdout: int, stderr: int) -> Started:
+        started.append(warm_python.start(ATTEMPT, stdin, stdout, stderr))
+        return started[-1]
+
+    yield start
+    assert started
+    assert not [one.pid for one in started if is_alive(one.pid)], "attempts were left"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -81,10 +98,20 @@ def num_layers() -> int:
 
 
 @pytest.fixture
+def num_steps() -> int:
+    return STEPS
+
+
+@pytest.fixture
 async def loop(
-    redis_client: Redis, tmp_path: Path, num_layers: int, monkeypatch: pytest.MonkeyPatch, environment: None
+    redis_client: Redis,
+    tmp_path: Path,
+    num_layers: int,
+    num_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: None,
 ) -> AsyncIterator[Loop]:
-    spec = loop_spec(write_model(tmp_path / "model", num_hidden_layers=num_layers), steps=STEPS)
+    spec = loop_spec(write_model(tmp_path / "model", num_hidden_layers=num_layers), steps=num_steps)
     async with (
         a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop,
         served(loop.transport.engines["engine"]) as url,
@@ -95,9 +122,7 @@ async def loop(
 
 
 @contextlib.asynccontextmanager
-async def trainer(
-    loop: Loop, start: Callable[[int, int, int], Started] = start_python
-) -> AsyncIterator[tuple[AttemptProcesses, asyncio.Event]]:
+async def trainer(loop: Loop, start: Start = start_python) -> AsyncIterator[tuple[AttemptProcesses, asyncio.Event]]:
     """A trainer with a process for each attempt, and what stops it."""
     stop = asyncio.Event()
     async with AttemptProcesses(start) as attempts:
@@ -137,13 +162,13 @@ async def loads(loop: Loop, job: str) -> None:
 @pytest.mark.parametrize("num_layers", [12])  # loading takes longer than a wish is on its way
 @pytest.mark.parametrize("num_trials", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_before_it(
-    loop: Loop, num_trials: int, num_layers: int
+    loop: Loop, num_trials: int, num_layers: int, warm: Start
 ) -> None:
     """Low-rank additions begin at random: a thread that still loads the job before would draw between them."""
     model_dir = Path(loop.spec.model)
     given = {"learner": {"lora": {"rank": 4}}}
     await loop.store.jobs.set_desired_state(loop.job, "cancelled")
-    async with trainer(loop):
+    async with trainer(loop, warm):
         for trial in range(num_trials):
             lost, spec = (loop_spec(model_dir, seed=100 * trial + number, **given) for number in (1, 2))
             first = (await loop.store.jobs.create(lost)).id
@@ -167,14 +192,14 @@ async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_
 
 
 async def test_an_attempt_that_is_killed_is_counted_with_its_cause_and_the_next_goes_on(
-    loop: Loop, tmp_path: Path
+    loop: Loop, tmp_path: Path, warm: Start
 ) -> None:
     """Bit for bit to where an undisturbed one comes; a process is started only when the one before is gone."""
     pids: list[int] = []
 
     def start(stdin: int, stdout: int, stderr: int) -> Started:
         assert not [pid for pid in pids if is_alive(pid)], "two attempts at once"
-        started = start_python(stdin, stdout, stderr)
+        started = warm(stdin, stdout, stderr)
         pids.append(started.pid)
         return started
 
@@ -191,8 +216,8 @@ async def test_an_attempt_that_is_killed_is_counted_with_its_cause_and_the_next_
     assert fingerprint(found) == fingerprint(plain_loop(loop.spec, tmp_path))
 
 
-async def test_a_process_that_crashes_leaves_its_last_words(loop: Loop) -> None:
-    async with trainer(loop) as (attempts, _):
+async def test_a_process_that_crashes_leaves_its_last_words(loop: Loop, warm: Start) -> None:
+    async with trainer(loop, warm) as (attempts, _):
         await reached(loop, 1)
         os.kill(attempts.pid, signal.SIGSEGV)
         job = await at_its_end(loop, loop.job)
@@ -202,8 +227,8 @@ async def test_a_process_that_crashes_leaves_its_last_words(loop: Loop) -> None:
     assert "File" in message
 
 
-async def test_an_attempt_that_hangs_is_killed(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with trainer(loop) as (attempts, _):
+async def test_an_attempt_that_hangs_is_killed(loop: Loop, warm: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with trainer(loop, warm) as (attempts, _):
         await reached(loop, 1)
         monkeypatch.setattr(attempt_process, "SILENCE_S", 4.0)
         os.kill(attempts.pid, signal.SIGSTOP)
@@ -212,9 +237,9 @@ async def test_an_attempt_that_hangs_is_killed(loop: Loop, monkeypatch: pytest.M
     assert "did not answer for 4 s" in str(job.attempts[0].message)
 
 
-async def test_a_lost_claim_ends_the_attempt_and_the_trainer_goes_on(loop: Loop) -> None:
+async def test_a_lost_claim_ends_the_attempt_and_the_trainer_goes_on(loop: Loop, warm: Start) -> None:
     """Also one that hangs and hears nothing of it."""
-    async with trainer(loop) as (attempts, _):
+    async with trainer(loop, warm) as (attempts, _):
         await reached(loop, 1)
         lost = attempts.pid
         os.kill(lost, signal.SIGSTOP)
@@ -227,7 +252,9 @@ async def test_a_lost_claim_ends_the_attempt_and_the_trainer_goes_on(loop: Loop)
     assert [one.code for one in job.attempts] == ["handed_over", "steps_done"]
 
 
+@pytest.mark.parametrize("num_steps", [10_000])
 async def test_who_is_asked_to_stop_gives_the_job_back_and_leaves_no_process(loop: Loop) -> None:
+    """Started as trainers start it, in an interpreter of its own."""
     async with trainer(loop) as (_, stop):
         await reached(loop, 1)
         stop.set()

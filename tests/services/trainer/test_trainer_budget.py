@@ -10,7 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.spec import JobSpec
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobDir
 from services.state.away import OutOfMemory
 from services.state.fleet_records import EngineRecord, TrainerRecord
@@ -22,7 +23,8 @@ from services.trainer.run import JobRun
 from services.trainer.run_context import Services
 
 CONTEXT_TOKENS = 100
-EPISODE_BYTES = CONTEXT_TOKENS * BYTES_PER_TOKEN
+EVIDENCE_BYTES = 300
+EPISODE_BYTES = CONTEXT_TOKENS * BYTES_PER_TOKEN + EVIDENCE_BYTES
 SPEC = JobSpec.model_validate(
     {
         "model": "m",
@@ -30,6 +32,7 @@ SPEC = JobSpec.model_validate(
         "limits": {"max_context_tokens": CONTEXT_TOKENS, "max_episode_tokens": CONTEXT_TOKENS},
         "rollout": {"group_size": 2, "max_staleness": 4},
         "groups_per_step": 3,
+        "rewards": {"evidence_bytes": EVIDENCE_BYTES},
         "steps": 100,
     }
 )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +18,26 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
-from gspo_core.types import WeightsManifest
+from gspo_core.versions import WeightsManifest
+from services.engines.errors import EngineRejected
 from services.engines.protocol import Generation, info_calls
 from services.engines.sglang import EngineClient
+from services.engines.weight_group import WeightGroup
 from services.files.job_dir import JobDir
 from services.files.weights import DamagedVersion, WeightStore
+from services.state import heard_engines
 from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.engine_leaving import drain
+from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineReport
+from services.state.heard_engines import HeardEngines
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engine_switch import Deadlines
 from services.trainer.fleet.engines import EnginePool
+from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.engine import Ask
 from tests.services.rollout.rollout_kit import until
@@ -113,6 +123,7 @@ def write_model(directory: Path, **changes: Any) -> None:
 async def place(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.setattr(engines_module, "WATCH_S", 0.05)
     monkeypatch.setattr(engines_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(engines_module, "EXPLAIN_S", 0.05)
     transport = ScriptedTransport({})
     async with httpx.AsyncClient(transport=transport) as http:
         made = Place(store, tmp_path, transport, http)
@@ -126,6 +137,83 @@ def serves(engine: ScriptedEngine, manifest: WeightsManifest) -> Callable[[], bo
     return lambda: engine.label == manifest.label and engine.paused is None
 
 
+async def test_a_trainer_asks_nothing_while_another_process_looks_and_asks_itself_when_none_does(
+    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is an engine asked that was seen with other weights: then its trainer finds out, at once."""
+    monkeypatch.setattr(heard_engines, "FRESH_S", 0.5)
+    monkeypatch.setattr(heard_engines, "_READ_S", 0.0)
+    engine = place.add_engine("e")
+    sightings = EngineSightings(place.store.functions, time.monotonic)
+    assert await sightings.hold()
+    numbers = itertools.count(1)
+
+    async def look(label: str) -> None:
+        seen = Sighting(number=next(numbers), label=label, answered=bool(label))
+        assert await sightings.write({"http://e": seen}, ())
+
+    job = place.engines_of(claim, "http://e", heard=HeardEngines(sightings, time.monotonic))
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest)
+    num_looks = 0
+    own_look = job.engines._look
+
+    async def counted() -> None:
+        nonlocal num_looks
+        await own_look()
+        num_looks += 1
+
+    monkeypatch.setattr(job.engines, "_look", counted)
+
+    async def looks(num: int, label: str) -> int:
+        """Questions that the engine is asked during so many of the trainer's rounds."""
+        until_round = num_looks + num
+        place.transport.paths.clear()
+        while num_looks < until_round:
+            await look(label)
+            await asyncio.sleep(0.01)
+        return place.transport.paths.count("/model_info")
+
+    await looks(3, manifest.label)
+    assert await looks(10, manifest.label) == 0
+    assert await looks(3, "default") >= 3
+    engine.label = engine.shown_label = "default"  # what a restart leaves
+    await until(lambda: engine.label == manifest.label)
+    place.transport.paths.clear()
+    await until(lambda: place.transport.paths.count("/model_info") > 3)  # nobody looks any more
+
+
+async def test_an_engine_that_leaves_is_given_back_when_its_work_is_done_and_not_before(
+    place: Place, claim: Claim
+) -> None:
+    engines = {name: place.add_engine(name) for name in ("stays", "leaves")}
+    job = place.engines_of(claim, "http://stays")
+    announcing = place.announce("leaves")
+    await job.engines.wait_for(await job.publish(0), num_engines=2)
+    running = place.ask("http://leaves")
+    await until(lambda: engines["leaves"].num_generated > 5)
+    assert await drain(place.store.fleet, ["http://leaves"], 30.0) == []
+    assert running.done(), "it was held while it worked"
+    assert len((await running).output_ids) == 400
+    assert job.engines.bound() == ["http://stays"]
+    announcing.cancel()
+    await place.store.fleet.remove_engine("http://leaves")
+    assert "http://leaves" not in await place.records()
+    assert job.engines.metrics()["engine/tokens_lost"] == 0
+
+
+async def test_an_engine_that_has_no_time_left_leaves_although_it_works(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    before, endless = engine.num_generated, place.ask("http://e")
+    await until(lambda: engine.num_generated > before + 5)
+    engine.paused = "in_place"  # its request never ends
+    assert await drain(place.store.fleet, ["http://e"], 0.3) == ["http://e"]
+    endless.cancel()
+    await asyncio.gather(endless, return_exceptions=True)
+
+
 async def test_an_engine_that_was_restarted_is_given_its_weights_again(place: Place, claim: Claim) -> None:
     place.add_engine("e")
     job = place.engines_of(claim, "http://e")
@@ -135,6 +223,63 @@ async def test_an_engine_that_was_restarted_is_given_its_weights_again(place: Pl
     restarted = place.add_engine("e")
     await until(serves(restarted, manifest))
     assert restarted.weights == str(job.weights.path(0))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"tp_size": 2, "dp_size": 1, "pp_size": 2}, "several stages (pp_size 2)"),
+        ({"tp_size": 4, "dp_size": 2, "pp_size": 1}, "several copies (dp_size 2): start one server for each"),
+        ({"tp_size": 4, "dp_size": 2, "pp_size": 1, "enable_dp_attention": False}, "several copies (dp_size 2)"),
+        ({"tp_size": 1}, "does not say how many ranks it has (dp_size, pp_size)"),
+    ],
+)
+async def test_an_engine_of_another_layout_is_refused_before_it_is_invited_to_a_group(
+    place: Place, claim: Claim, layout: dict[str, int], reason: str
+) -> None:
+    """A group would wait for two minutes for ranks that nobody counted, and leave it dirty."""
+    engine = place.add_engine("wide")
+    engine.layout = layout
+    job = place.engines_of(claim, "http://wide", transport=ThroughGroup())
+    await job.publish(0)
+    await until(lambda: "http://wide" in job.engines.unfit())
+    assert reason in job.engines.unfit()["http://wide"]
+    assert "weight_transport disk" in job.engines.unfit()["http://wide"]
+    assert (await place.records()).get("http://wide") is None, "it was never bound"
+    with pytest.raises(EngineRejected, match=re.escape(reason)):
+        await WeightGroup.join([place.client("http://wide")])
+    assert place.transport.paths.count("/init_weights_update_group") == 0
+    on_disk = place.engines_of(claim, "http://wide")
+    manifest = await on_disk.publish(1)
+    await on_disk.engines.wait_for(manifest)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_an_engine_with_quantised_weights_is_refused_by_name_before_it_is_bound(
+    place: Place, claim: Claim, says_so: bool
+) -> None:
+    """By what it says, or by the folder of its model; a job that waits for engines tells both and what to do."""
+    engine = place.add_engine("fp8")
+    engine.layout["quantization"] = "fp8" if says_so else "none"
+    if not says_so:
+        config = place.root / "first" / "config.json"
+        quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+    job = place.engines_of(claim, "http://fp8")
+    manifest = await job.publish(0)
+    told: list[str] = []
+
+    async def explain(_code: str, text: str) -> None:
+        told.append(text)
+
+    waiting = asyncio.create_task(job.engines.wait_for(manifest, explain=explain))
+    await until(lambda: any("cannot serve this job" in text for text in told))
+    waiting.cancel()
+    assert "(fp8)" in told[-1]
+    assert "start it" in told[-1]
+    assert "from the model that the job trains" in told[-1]
+    assert (await place.records()).get("http://fp8") is None, "it was never bound"
+    assert not {"/pause_generation", "/update_weights_from_disk"} & set(place.transport.paths)
 
 
 @pytest.mark.parametrize("sync", ["retract", "in_place"])
@@ -342,6 +487,30 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
     await second.engines.release()
     await store.jobs.set_status(other.job_id, "failed", token=other.token)
     await until(lambda: len(first.engines.ready()) == 2)
+
+
+async def test_what_a_dead_owner_held_and_its_successor_spares_goes_to_the_job_without(
+    place: Place, store: Store, redis_client: Redis
+) -> None:
+    lost = [place.add_engine(name) for name in ("a", "b")][1]
+    urls = "http://a", "http://b"
+    claim = await claim_new_job(store, "one")
+    first = place.engines_of(claim, *urls)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    first.running.cancel()
+    await asyncio.gather(first.running, return_exceptions=True)
+    lost.kill()
+    other = await claim_new_job(store, "two")
+    hasty, successor = Store(redis_client, lease_s=0.5), None
+    while successor is None:
+        await store.jobs.beat(other.job_id, other.token)
+        successor = await hasty.jobs.claim("three")
+    assert (successor.job_id, successor.epoch) == (claim.job_id, claim.epoch + 1)
+    second, third = place.engines_of(other, *urls), place.engines_of(successor, *urls)
+    await third.engines.wait_for(await third.publish(1))
+    place.add_engine("b")
+    await second.engines.wait_for(await second.publish(0))
+    assert (third.engines.bound(), second.engines.bound()) == (["http://a"], ["http://b"])
 
 
 SPEC = {"model": "somewhere", "environments": [{"ref": "environments.calculator:Calculator"}]}

@@ -14,7 +14,7 @@ from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
 
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 PATIENCE_S = 30.0
 
 

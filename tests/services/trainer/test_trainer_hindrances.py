@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.state.fleet_records import WorkerRecord
+from services.state.fleet_records import MIN_UNHEARD, WorkerRecord
 from services.state.jobs import JobStatus, StatusReason
 from services.state.store import Claim, Store
 from services.trainer.telling.failure import JobFailure
@@ -105,6 +105,17 @@ async def test_a_job_without_any_worker_says_who_was_there(stage: Stage) -> None
     said = "no rollout worker has been alive since 00:00:15 UTC; last there: rollout-0"
     assert await stage.look() == (JobStatus.RUNNING, "no_rollout_worker", said)
     await stage.register("rollout-1")
+    assert await stage.look() == well
+
+
+async def test_a_job_whose_agents_ask_for_nothing_says_so(stage: Stage) -> None:
+    silent = {"agents/asked_nothing": MIN_UNHEARD}
+    await stage.register("rollout-0", counters={"agents/asked_nothing": MIN_UNHEARD - 1})
+    well = await stage.look()
+    await stage.register("rollout-0", counters=silent)
+    said = "agents end without a request: can they reach the gateway under GSPO_GATEWAY_URL?"
+    assert (await stage.look())[1:] == ("env_unhealthy", said)
+    await stage.register("rollout-0", counters=silent | {"turns/asked": 1})
     assert await stage.look() == well
 
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from gspo_core.batch import TrainSequence, collate
 from gspo_core.learner_config import OptimizerConfig
+from gspo_core.log.sequences import train_batch
 from gspo_core.objective import loss_denominators, policy_loss
 from gspo_core.objective_config import RATIO_OF_LOSS, AdvantageConfig, ObjectiveConfig
-from gspo_core.spec import JobSpec
-from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
-from services.trainer.groups.sequences import train_batch
-from tests.core.learner_support import VOCABULARY, make_learner, with_behavior, write_model
-from tests.services.trainer.trainer_kit import group, segment
-
-
-def choices(key: str) -> tuple[str, ...]:
-    return get_args(ObjectiveConfig.model_fields[key].annotation)
-
+from gspo_core.types import Group, Split, Trajectory
+from tests.core.learner_support import make_learner, with_behavior, write_model
+from tests.services.trainer import objective_kit
+from tests.services.trainer.objective_kit import MATRIX, SOON, choices, job, job_made, needed, rewritten, two_steps
+from tests.services.trainer.trainer_kit import group
 
 # So small that one model serves all combinations.
 TINY_STEPS = OptimizerConfig(lr=1e-9)
@@ -38,46 +37,10 @@ COMBINATIONS = [
 ]
 
 
-def job(objective: dict[str, Any], **limits: Any) -> JobSpec:
-    return JobSpec.model_validate(
-        {
-            "model": "m",
-            "environments": [{"ref": "environments.calculator:Calculator"}],
-            "objective": objective,
-            "limits": limits,
-        }
-    )
-
-
-def needed(keys: dict[str, str]) -> dict[str, Any]:
-    """The keys without which a loss is no loss."""
-    return {**keys, "minibatches": 2, **({"dppo_delta": 0.2} if keys["loss"].startswith("dppo") else {})}
-
-
 def is_defined(keys: dict[str, str]) -> bool:
     """The page's own rules: some losses have one ratio, and a ratio to the sampler contains the correction."""
     has_ratio = RATIO_OF_LOSS.get(keys["loss"], keys["ratio"]) == keys["ratio"]
     return has_ratio and (keys["anchor"] == "proximal" or keys["correction"] == "none")
-
-
-def rewritten(number: int, member: int, reward: float) -> Trajectory:
-    """An episode whose history was rewritten after its first turn: two branches of three actions each."""
-    key = EpisodeKey("job_a", number, member)
-    outcome = Outcome(StopReason.COMPLETED, reward)
-    return Trajectory((segment(key, 0, 0, 3), segment(key, 1, 1, 3, branch=1, outcome=outcome)))
-
-
-def job_made() -> list[TrainSequence]:
-    """Several turns, versions and branches, a failed member, and a group that teaches nothing."""
-    ragged = group(0, [1.0, 0.0, None, 0.5], versions=(0, 1, 1))
-    cut = Group("job_a", 1, Split.TRAIN, 1, 2, (rewritten(1, 0, 1.0), rewritten(1, 1, 0.0)))
-
-    def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-        return np.asarray(1 - versions, np.int32)
-
-    sequences = train_batch([ragged, cut, group(2, [1.0, 1.0])], staleness_of, AdvantageConfig()).sequences
-    assert max(int(sequence.token_ids.max()) for sequence in sequences) < VOCABULARY
-    return sequences
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +136,70 @@ def test_one_advantage_per_sequence_and_turn_rewards_exclude_each_other() -> Non
     with pytest.raises(ValidationError, match=r"gmpo takes one advantage per sequence"):
         ObjectiveConfig(loss="gmpo", advantage=advantage)
     assert ObjectiveConfig(loss="gmpo", advantage=advantage, advantage_reduction="mean").loss == "gmpo"
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(model_dir: Path) -> dict[str, list[dict[str, float]]]:
+    return two_steps(model_dir, MATRIX)
+
+
+def check_trained(metrics: dict[str, float]) -> None:
+    assert math.isfinite(metrics["gspo/loss"])
+    assert metrics["learner/num_updates"] == 2
+    assert metrics["learner/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("case", MATRIX, ids="/".join)
+def test_every_loss_aggregation_and_layout_trains_two_steps(
+    on_one_rank: dict[str, list[dict[str, float]]], case: objective_kit.Case
+) -> None:
+    loss, aggregate, _ = case
+    steps = on_one_rank["/".join(case)]
+    assert len(steps) == 2
+    for metrics in steps:
+        check_trained(metrics)
+    for layout in objective_kit.LAYOUTS:  # which changes nothing
+        check_same(steps, on_one_rank[f"{loss}/{aggregate}/{layout}"])
+
+
+def check_same(first: list[dict[str, float]], second: list[dict[str, float]]) -> None:
+    for one, other in zip(first, second, strict=True):
+        for name in ("gspo/loss", "learner/grad_norm", "learner/grad_norm_max"):
+            assert one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-5), name
+
+
+def on_two_ranks(model_dir: Path, root: Path, which: str) -> dict[str, list[dict[str, float]]]:
+    """All cases in one start of both processes."""
+    shutil.copytree(model_dir, root / "model")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(objective_kit.__file__, str(root), which),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=600,
+    )
+    found: dict[str, list[dict[str, float]]] = json.loads((root / "metrics.json").read_text())
+    return found
+
+
+def check_ranks(model_dir: Path, root: Path, which: str, cases: list[objective_kit.Case]) -> None:
+    alone, together = two_steps(model_dir, cases), on_two_ranks(model_dir, root, which)
+    assert together.keys() == alone.keys()
+    for case, steps in together.items():
+        for metrics in steps:
+            check_trained(metrics)
+        check_same(alone[case], steps)
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_every_loss_with_every_aggregation(model_dir: Path, tmp_path: Path) -> None:
+    assert {(loss, aggregate) for loss, aggregate, _ in SOON} == {(loss, aggregate) for loss, aggregate, _ in MATRIX}
+    check_ranks(model_dir, tmp_path, "soon", SOON)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_train_them_in_every_layout(model_dir: Path, tmp_path: Path) -> None:
+    check_ranks(model_dir, tmp_path, "all", MATRIX)

@@ -19,17 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
-from gspo_core.types import (
-    Branch,
-    CacheMode,
-    EpisodeKey,
-    Group,
-    Segment,
-    Split,
-    Trajectory,
-    WeightFile,
-    WeightsManifest,
-)
+from gspo_core.types import Branch, CacheMode, EpisodeKey, Group, Segment, Split, Trajectory
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.trainer.fleet import parity
 from services.trainer.fleet.engine_switch import BoundEngine, EngineState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -23,10 +24,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gspo_core.learner import Learner
+from gspo_core.log.records import AcceptedJob
+from gspo_core.replay.past import Past
+from gspo_core.replay.question import Question
+from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
+from services.files.job_records import JobRecords
 from services.files.weights import WeightStore
 from services.process.children import die_with_parent
 from services.process.ports import free_port
@@ -34,6 +40,7 @@ from services.state.server import RedisServer
 from services.trainer.building import make_learner
 from tests.apparatus.scripted_engine import ScriptedEngine
 from tests.apparatus.scripted_engine.protocol import answer
+from tests.apparatus.warm_python import WarmPython
 from tests.core.learner_support import largest_difference, weights, write_model
 from tests.services.trainer import ranked_process
 from tests.services.trainer.loop_kit import Loop, a_loop, plain_loop
@@ -54,21 +61,21 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer, warm_python: WarmPython) -> Path:
     """The results of all cases, run once: starting processes takes most of the time."""
     root = tmp_path_factory.mktemp("ranks")
     write_model(root / "model", tie_word_embeddings=True)
     learner = make_learner(open_spec(root))
     learner.step(ranked_process.batch(0))
     learner.save_state(root / "one" / "state")
-    run_cases(root, redis_server, "from_one_rank", "undisturbed")
+    run_cases(root, redis_server, warm_python, "from_one_rank", "undisturbed")
     return root
 
 
-def run_cases(root: Path, redis_server: RedisServer, *cases: str) -> None:
+def run_cases(root: Path, redis_server: RedisServer, warm_python: WarmPython, *cases: str) -> None:
     options = "--nproc-per-node", "2", "--master-port", str(free_port())
-    argv = torchrun(str(ranked_process.__file__), str(root), redis_server.url, *cases, options=options)
-    subprocess.run(argv, env=environment(), check=True, timeout=800)
+    _, *words = torchrun(str(ranked_process.__file__), str(root), redis_server.url, *cases, options=options)
+    subprocess.run([warm_python.path, *words], env=environment(), check=True, timeout=800)
 
 
 def open_spec(root: Path) -> JobSpec:
@@ -117,12 +124,40 @@ def test_the_same_job_ends_with_the_same_weights_as_on_one_rank(root: Path, tmp_
     assert largest_difference(weights(exported), weights(two)) == 0
 
 
+def accepted(root: Path, case: str) -> Path:
+    """The directory of a case's job, with its record as the control plane writes it."""
+    job = root / case / "job"
+    text = spec_of(root).model_dump_json()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    JobRecords(JobDir(job)).accept(AcceptedJob(text, digest, "2026-01-01T00:00:00.000Z"))
+    return job
+
+
+def test_steps_of_two_ranks_are_found_again_bit_for_bit_on_two(root: Path, warm_python: WarmPython) -> None:
+    """And alike on one, which says so."""
+    job = accepted(root, "undisturbed")
+    gspo = str(Path(sys.executable).with_name("gspo"))
+    options = ["--no-python", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    _, *words = torchrun(str(warm_python.path), gspo, "replay", f"{job}@2-4", "--json", options=options)
+    done = subprocess.run(
+        [warm_python.path, *words], env=environment(), check=True, timeout=800, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    assert found["is_same"], found
+    assert [len(step["versions"]) for step in found["steps"]] == [1, 1, 1]
+    said: list[str] = []
+    alone = replay(Past(job), Question(2, 2), said.append)
+    assert not alone.is_same
+    assert any("number of ranks was 2 and is 1 here" in text for text in said)
+    assert alone.steps[0].loss == pytest.approx(found["steps"][0]["loss"], rel=1e-4, abs=1e-7)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_points_ends_bit_for_bit_where_an_undisturbed_one_does(
-    root: Path, redis_server: RedisServer
+    root: Path, redis_server: RedisServer, warm_python: WarmPython
 ) -> None:
     """Redis is wiped twice on the way."""
-    run_cases(root, redis_server, "killed")
+    run_cases(root, redis_server, warm_python, "killed")
     assert len(json.loads((root / "killed" / "points.json").read_text())) > 2
     killed, undisturbed = (files_of(newest(root / case / "job")) for case in ("killed", "undisturbed"))
     assert len(killed) == 2
@@ -177,11 +212,11 @@ async def served(engine: ScriptedEngine) -> AsyncIterator[str]:
 
 @contextlib.contextmanager
 def torchrun_trainer(
-    tmp_path: Path, redis_url: str, engine_url: str, num_machines: int
+    tmp_path: Path, redis_url: str, engine_url: str, num_machines: int, python: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """``python -m services.trainer`` on two ranks, started again when one is lost; nothing of it is left behind.
 
-    On two machines, as it were: each has a launcher that sees its own rank alone.
+    On two machines, as it were: each has a launcher that sees its own rank alone. The ranks are started as ``python``.
     """
     settings = {"REDIS_URL": redis_url, "DATA_DIR": str(tmp_path), "ENGINE_URLS": engine_url, "LEASE_S": "5"}
     settings |= {"HEALTH_FILE": str(tmp_path / "health"), "LOG_FORMAT": "json"}
@@ -193,6 +228,7 @@ def torchrun_trainer(
             with (tmp_path / f"trainer-{machine}.log").open("wb") as log:
                 argv = torchrun("--module", "services.trainer", options=[*options, "--node-rank", str(machine)])
                 variables = environment() | {f"GSPO_{name}": value for name, value in settings.items()}
+                variables["PYTHON_EXEC"] = str(python)
                 running.append(
                     subprocess.Popen(
                         argv, env=variables, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent()
@@ -242,6 +278,7 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
     tmp_path: Path,
     redis_client: Redis,
     redis_server: RedisServer,
+    warm_python: WarmPython,
     monkeypatch: pytest.MonkeyPatch,
     num_machines: int,
     victims: list[int],
@@ -252,7 +289,7 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
         a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop,
         served(loop.transport.engines["engine"]) as url,
     ):
-        with torchrun_trainer(tmp_path, redis_server.url, url, num_machines) as running:
+        with torchrun_trainer(tmp_path, redis_server.url, url, num_machines, warm_python.path) as running:
             async with asyncio.timeout(500):
                 for step, victim in enumerate(victims, 1):
                     await reached(loop, step)

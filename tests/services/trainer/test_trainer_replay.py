@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from gspo_core.learner import Learner
+from gspo_core.log.erasing import without_texts
 from gspo_core.log.lineage import Lineage
+from gspo_core.log.settings import Tuning
+from gspo_core.log.steps import train_again
 from gspo_core.objective_config import ObjectiveConfig
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, Trajectory
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
-from services.trainer.groups.step_settings import Tuning
-from services.trainer.past.replay import replay, train_again
+from services.trainer.past.replay import replay
 from tests.core import learner_support
 from tests.core.learner_support import largest_difference, weights, write_model
 from tests.services.trainer.trainer_kit import episode
@@ -127,3 +129,17 @@ def test_a_damaged_log_ends_the_row_and_its_groups_are_owed_again(model_dir: Pat
     lineage = Lineage()
     assert replay(make_learner(model_dir), lineage, Position(1, 0), log, FORKS, tuning())[0] == Position(1, 1)
     assert list(lineage.owed()) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_step_with_an_erased_episode_ends_the_row_untouched(model_dir: Path, log: BatchLog) -> None:
+    path, batch = log.path(1, 2), log.read(1, 2)
+    key = batch.trajectories[0].key
+    path.write_bytes(b"".join(without_texts(batch, [(key.group, key.member)])))
+    lineage, learner = Lineage(), make_learner(model_dir)
+    reached, problem = replay(learner, lineage, Position(1, 0), log, FORKS, tuning())
+    assert (reached, list(lineage.owed())) == (Position(1, 1), [2, 3, 4, 5, 6, 7])
+    assert problem is not None
+    assert f"step 2 was trained on episodes that were erased since: {key.group}/{key.member}" in problem
+    alone = make_learner(model_dir)
+    train_again(alone, Lineage(), log.read(1, 1), tuning())
+    assert largest_difference(weights(learner), weights(alone)) == 0

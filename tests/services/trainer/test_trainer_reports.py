@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_core.types import StepReport, WeightFile, WeightsManifest
+from gspo_core.versions import StepReport, WeightFile, WeightsManifest
 from services.files.job_dir import JobDir
 from services.state.refusals import Fenced
 from services.state.store import Claim, Store

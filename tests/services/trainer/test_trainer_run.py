@@ -16,7 +16,8 @@ from benchmarks.trainer_utilisation import NoEngines
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import Split, WeightFile, WeightsManifest
+from gspo_core.types import Split
+from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
@@ -182,8 +183,8 @@ def test_the_log_of_a_step_that_is_written_while_others_are_removed_stays(tmp_pa
     """A checkpoint is followed by removals in a thread, and the next step is logged meanwhile."""
 
     class Meanwhile(BatchLog):
-        def steps(self) -> list[tuple[int, int]]:
-            found = super().steps()
+        def written(self) -> list[Position]:
+            found = super().written()
             if not self.path(1, 4).exists():
                 self.write(1, 4, [], {})
                 trained.write(1, 4, {})
@@ -194,7 +195,9 @@ def test_the_log_of_a_step_that_is_written_while_others_are_removed_stays(tmp_pa
         BatchLog(JobDir(tmp_path)).write(1, step, [], {})
         trained.write(1, step, {})
     services = SimpleNamespace(batch_log=log, job_dir=JobDir(tmp_path))
-    run = SimpleNamespace(_services=services, _spec=SimpleNamespace(checkpoints=SimpleNamespace(keep_batches=0)))
+    run = SimpleNamespace(
+        _services=services, _spec=SimpleNamespace(checkpoints=SimpleNamespace(keep_batches=0, archive="none"))
+    )
     JobRun._collect_batches(cast("JobRun", run), 2)
     assert BatchLog(JobDir(tmp_path)).steps() == [(1, 3), (1, 4)]
     assert [step for step in range(1, 5) if trained.path(1, step).exists()] == [3, 4]

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from gspo_core import advantage
 from gspo_core.advantage import BatchAdvantages
+from gspo_core.log.sequences import group_metrics, staleness_metrics, train_batch
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Group, Segment, Split, Trajectory
-from services.trainer.groups.sequences import group_metrics, staleness_metrics, train_batch
 from tests.services.trainer.trainer_kit import episode, group
 
 

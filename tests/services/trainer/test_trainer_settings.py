@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.live_settings import live_values
+from gspo_core.log.settings import Tuning, learner_config
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
 from services.trainer.building import make_learner
-from services.trainer.groups.step_settings import Tuning, learner_config
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.services.trainer.loop_kit import Fate, Killed, Life, Loop, a_loop, fingerprint, loop_spec, plain_loop, saved

@@ -30,7 +30,7 @@ from services.trainer.worker import TrainerWorker
 from tests.core.test_model_files import write_files
 from tests.services.trainer.trainer_kit import InProcess
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 MakeRun = Callable[[Claim, JobSpec], JobRun]
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
 
@@ -248,6 +248,16 @@ async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(store: Sto
     claim = await store.jobs.claim("gpu")
     assert claim is not None
     assert claim.job_id == waiting.id
+
+
+async def test_a_job_waits_for_ranks_that_can_be_divided_as_it_asks(store: Store) -> None:
+    data = SPEC.model_dump(mode="json") | {"learner": {"context_parallel": 2}}
+    waiting = await store.jobs.create(JobSpec.model_validate(data))
+    assert await store.jobs.claim("one", unfit=partial(unfit, has_gpu=False, num_ranks=1)) is None
+    said = await why(store, waiting.id)
+    assert said.code == "capacity"
+    assert "learner.context_parallel: 2 does not divide the number of ranks, 1" in said.message
+    assert await store.jobs.claim("four", unfit=partial(unfit, has_gpu=False, num_ranks=4)) is not None
 
 
 async def why(store: Store, job: str) -> StatusReason:

@@ -15,9 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gspo_core.types import WeightsManifest
+from gspo_core.versions import WeightsManifest
+from services.engines.http_engine import open_http
 from services.engines.protocol import Generation
-from services.engines.sglang import EngineClient, open_http
+from services.engines.sglang import EngineClient
 from services.engines.transport import EngineTransport
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
@@ -25,6 +26,7 @@ from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
+from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
     EngineProcess,
@@ -114,8 +116,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def process(models: Models) -> Iterator[EngineProcess]:
-    engine = EngineProcess(models.paths[0])
+def process(models: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
+    engine = EngineProcess(models.paths[0], python=warm_python.path)
     yield engine
     engine.close()
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.model_shapes import QWEN3
 from gspo_core.chat import load_codec
 from gspo_core.codec import encode
 from gspo_core.env import load_environment
 from gspo_core.types import EpisodeKey
 from services.process.ports import free_port
-from services.state.fleet_records import EngineRecord, WorkerRecord
+from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.state.queue import Append, Bus
 from services.state.server import RedisServer
 from services.state.store import Store
@@ -96,6 +98,18 @@ async def test_a_new_step_arrives_on_the_page_that_is_open(visit: Visit, job: Re
     await visit.see("[data-alarm]", "something new is wrong")
 
 
+async def test_a_job_says_whether_its_learner_fits(visit: Visit, job: RecordedJob, model_dir: Path):
+    (model_dir / "config.json").write_text(json.dumps(QWEN3["Qwen3-8B"]))
+    await visit.open(f"#/jobs/{job.id}/config")
+    await (await visit.see("#fits input")).fill("1xH100")
+    await (await visit.see("#fits button")).click()
+    assert "ranks of this kind would do" in await visit.text('[data-fits="false"]')
+    await visit.open(f"#/jobs/{job.id}/config?gpus=16xH100")  # a link to an answer
+    assert await visit.text('[data-fits="true"]') == "It fits 16xH100."
+    await visit.see("tbody tr", "forward and backward")
+    (model_dir / "config.json").unlink()
+
+
 async def test_a_job_tells_where_its_time_goes(visit: Visit, job: RecordedJob, store: Store):
     await visit.open(f"#/jobs/{job.id}")
     trainer = await visit.see('[data-split="Time of a step"]')
@@ -128,9 +142,11 @@ async def test_an_episode_tells_where_its_time_went_turn_by_turn(visit: Visit, j
     assert "1.25 s" in await visit.text('[data-split="Where time went"]')
 
 
-async def test_the_page_goes_on_after_the_api_was_restarted(redis_server: RedisServer, job: RecordedJob, store: Store):
-    port = str(free_port())
-    with ApiProcess(redis_server.url, GSPO_API_PORT=port) as first:
+async def test_the_page_goes_on_after_the_api_was_restarted(
+    redis_server: RedisServer, job: RecordedJob, store: Store, api: ApiProcess
+):
+    settings = {"GSPO_API_PORT": str(free_port()), "GSPO_DATA_DIR": api.data_dir}
+    with ApiProcess(redis_server.url, **settings) as first:
         url = first.url
         async with visiting(url) as visit:
             await visit.open(f"#/jobs/{job.id}")
@@ -141,7 +157,7 @@ async def test_the_page_goes_on_after_the_api_was_restarted(redis_server: RedisS
                 job.id, "alert", {"step": 6, "kind": "dark", "message": "told while nobody listened"}
             )
             await visit.see("#eta[data-waiting]")
-            with ApiProcess(redis_server.url, GSPO_API_PORT=port) as second:
+            with ApiProcess(redis_server.url, **settings) as second:
                 assert second.url == url
                 await visit.see("[data-alarm]", "told while nobody listened")
 
@@ -233,10 +249,14 @@ async def test_what_users_workers_and_environments_write_is_text_on_every_page(
     """In every place that a caller, a process or an environment fills."""
     hostile = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     api.forget_jobs()
-    for role in ("trainer", "worker", "engine"):
-        record = {"id": f"{role} {hostile}", "url": hostile, "label": hostile, "model_type": hostile, "device": hostile}
-        record |= {"state": hostile, "num_episodes": 1, "max_episodes": 2, "counters": {hostile: 1}}
-        await getattr(store, f"register_{role}")(record)
+    fleet = store.fleet
+    await fleet.register_trainer(TrainerRecord(id=f"trainer {hostile}", host=hostile, device=hostile))
+    await fleet.register_worker(
+        WorkerRecord(id=f"worker {hostile}", num_episodes=1, max_episodes=2, counters={hostile: 1})
+    )
+    await fleet.register_engine(
+        EngineRecord(id=f"engine {hostile}", url=hostile, model_type=hostile, weight_version=hostile)
+    )
     job = await record_job(store, bus, api.jobs_dir, model_dir, num_steps=2, name=hostile)
     await store.events.add(job.id, "alert", {"step": 1, "kind": hostile, "message": hostile, "advice": hostile})
     await store.events.add(job.id, "env.health", {"healthy": False, "worker": hostile, "error": hostile})
@@ -319,8 +339,8 @@ async def test_what_is_not_there_is_said_with_a_way_on(api: ApiProcess, store: S
         await visit.see("[role=alert] button", "Try again")
 
 
-async def test_a_service_with_keys_asks_for_one(redis_server: RedisServer, job: RecordedJob):
-    with ApiProcess(redis_server.url, GSPO_API_KEYS="the-right-key") as guarded:
+async def test_a_service_with_keys_asks_for_one(redis_server: RedisServer, job: RecordedJob, api: ApiProcess):
+    with ApiProcess(redis_server.url, GSPO_API_KEYS="the-right-key", GSPO_DATA_DIR=api.data_dir) as guarded:
         async with visiting(guarded.url) as visit:
             await visit.page.goto(f"{guarded.url}/ui/")
             await (await visit.see("dialog[open] input")).fill("a-wrong-key")

@@ -54,6 +54,12 @@ export async function post(path, body = null, signal = null) {
   return answer.ok ? read(answer) : refuse(answer);
 }
 
+export async function remove(path) {
+  const answer = await send(path, { method: "DELETE", headers: headers({ Accept: "application/json" }) });
+  if (answer.status === 204) return null;
+  return answer.ok ? read(answer) : refuse(answer);
+}
+
 /** Whole list, page by page, at most `most` items. */
 export async function list(path, signal, most = 1000) {
   const items = [];

@@ -8,7 +8,7 @@ const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 2000
 const sync = window.uPlot.sync("steps");
 
 /**
- * series: [{label, color: "--c1", values, band: [low, high]?, points: bool?, stacked: bool?, format?}]
+ * series: [{label, color: "--c1", values, band: [low, high]?, points: bool?, stacked: bool?, width?, dash: [drawn, left out]?, format?}]
  * Returns {element, set(xs, series)}; `set` redraws in place.
  */
 export function chart({ title, note, height = 190, range, format = number, wide = false }) {
@@ -23,7 +23,7 @@ export function chart({ title, note, height = 190, range, format = number, wide 
     plot = null;
     const shown = series.filter((one) => one.values.some((value) => value !== null && value !== undefined));
     if (!xs.length || !shown.length) {
-      place.replaceChildren(h("div", { class: "none" }, "nothing yet: it appears with the first step"));
+      place.replaceChildren(h("div", { class: "none" }, "no values: they appear with the first step that has them"));
       return;
     }
     place.replaceChildren();
@@ -62,7 +62,7 @@ function arrange(series, format) {
     }
     data.push(values);
     lines.push({
-      label: one.label, stroke, width: one.points ? 0 : 1.8, spanGaps: true,
+      label: one.label, stroke, width: one.points ? 0 : one.width ?? 1.8, spanGaps: true, dash: one.dash,
       fill: one.stacked ? alpha(stroke, 0.45) : undefined,
       points: { show: one.points ? true : values.length < 2, size: one.points ? 8 : 5, fill: stroke },
       paths: one.points ? () => null : undefined,

@@ -51,5 +51,5 @@ export const isLive = (status) => ["running", "starting", "resuming", "pausing",
 export const isOver = (status) => ["succeeded", "failed", "cancelled"].includes(status);
 
 // What ended an episode badly, in the eyes of whoever looks for failures.
-export const isFailure = (reason) => ["parse_error", "env_error", "env_crash", "tool_timeout", "episode_timeout", "context_overflow", "max_tokens", "repetition", "cancelled", "stale"].includes(reason);
+export const isFailure = (reason) => ["parse_error", "env_error", "env_crash", "tool_timeout", "episode_timeout", "context_overflow", "max_tokens", "repetition", "cancelled", "stale", "no_reward"].includes(reason);
 export const words = (name) => String(name).replaceAll("_", " ");

@@ -7,6 +7,8 @@ import { jobsPage } from "./pages/jobs.js";
 import { jobPage } from "./pages/job.js";
 import { groupPage } from "./pages/group.js";
 import { episodePage } from "./pages/episode.js";
+import { replayPage } from "./pages/replay.js";
+import { tracePage } from "./pages/trace.js";
 import { environmentPage } from "./pages/environment.js";
 import { environmentsPage } from "./pages/environments.js";
 import { workersPage } from "./pages/workers.js";
@@ -15,9 +17,11 @@ import { apiPage } from "./pages/reference.js";
 const main = document.getElementById("main");
 const ROUTES = [
   [/^#\/jobs$/, jobsPage, "jobs"],
-  [/^#\/jobs\/([^/]+)(?:\/(groups|versions|events|config))?$/, jobPage, "jobs"],
+  [/^#\/jobs\/([^/]+)(?:\/(groups|versions|replay|family|traces|events|config))?$/, jobPage, "jobs"],
   [/^#\/groups\/([^/]+)\/(\d+)$/, groupPage, "jobs"],
   [/^#\/episodes\/([^/]+)\/(\d+)\/(\d+)$/, episodePage, "jobs"],
+  [/^#\/replays\/([^/]+)\/([0-9a-f]+)$/, replayPage, "jobs"],
+  [/^#\/traces\/([^/]+)\/(\d+)$/, tracePage, "jobs"],
   [/^#\/environments$/, environmentsPage, "environments"],
   [/^#\/environments\/([^/]+)$/, environmentPage, "environments"],
   [/^#\/workers$/, workersPage, "workers"],

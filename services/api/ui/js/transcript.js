@@ -53,12 +53,12 @@ function signature(given) {
 export const colourOf = (version, versions) => css(COLOURS[versions.indexOf(version) % COLOURS.length]);
 
 export function tokens(episode, turn, tint) {
-  const { id, text, sampled, logprob, ratio, version } = episode.tokens;
+  const { id, text, sampled, logprob, ratio, version, share, most_share: most } = episode.tokens;
   const spans = [];
   for (let at = turn.first_token; at < turn.end_token; at += 1) {
     if (!sampled[at]) continue;
     const shown = text.length ? visible(text[at]) : `${id[at]} `;
-    spans.push(h("span", { class: `tok${CONTROL.test(text[at] || "") ? " control" : ""}`, tabindex: spans.length ? -1 : 0, "data-at": at, "data-version": version[at], "--tint": shade(tint, { version: version[at], logprob: logprob[at], ratio: ratio?.[at] ?? null }, episode.versions) }, shown));
+    spans.push(h("span", { class: `tok${CONTROL.test(text[at] || "") ? " control" : ""}${share?.[at]?.closed ? " closed" : ""}`, tabindex: spans.length ? -1 : 0, "data-at": at, "data-version": version[at], "--tint": shade(tint, { version: version[at], logprob: logprob[at], ratio: ratio?.[at] ?? null, share: most ? (share?.[at]?.loss ?? 0) / most : 0 }, episode.versions) }, shown));
   }
   const block = h("div", { class: "tokens", role: "group", "aria-label": `tokens of turn ${turn.turn}` }, spans);
   const tell = (event) => event.target.dataset.at && tip(event.target, details(episode.tokens, Number(event.target.dataset.at)));
@@ -75,7 +75,8 @@ export function tokens(episode, turn, tint) {
 
 const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
 
-function shade(tint, { version, logprob, ratio }, versions) {
+function shade(tint, { version, logprob, ratio, share }, versions) {
+  if (tint === "share") return share ? `color-mix(in srgb, ${css(share < 0 ? "--c1" : "--c2")} ${Math.round(8 + 67 * Math.abs(share))}%, transparent)` : "transparent";
   if (tint === "version") return `color-mix(in srgb, ${colourOf(version, versions)} 30%, transparent)`;
   if (tint === "ratio") return ratio === null ? "transparent" : `color-mix(in srgb, ${css(ratio < 1 ? "--c2" : "--c1")} ${Math.round(75 * Math.min(1, Math.abs(Math.log(ratio)) / MUCH))}%, transparent)`;
   const surprise = Math.min(1, -logprob / 4);
@@ -96,8 +97,13 @@ function details(columns, at) {
     h("dl", {}, row("token", columns.id[at]), row("version", columns.version[at]), row("log-prob", fixed(columns.logprob[at], 4)),
       row("probability", percent(probability, probability < 0.1 ? 2 : 1)),
       columns.ratio?.[at] !== undefined && columns.ratio[at] !== null ? row("ratio", number(columns.ratio[at], 4)) : row("ratio", "not known"),
-      row("place", `${at} of ${columns.id.length}`)),
+      ofShare(columns.share?.[at], row), row("place", `${at} of ${columns.id.length}`)),
   ];
+}
+
+function ofShare(share, row) {
+  if (!share) return null;
+  return [row("share of the loss", share.loss.toExponential(2)), row("advantage", fixed(share.advantage, 3)), row("ratio of its unit", number(share.ratio, 4)), row("correction", number(share.weight, 3)), share.closed && row("left out", share.closed)];
 }
 
 let box = null;
@@ -120,6 +126,7 @@ function hide() {
 export function legend(tint, versions) {
   if (tint === "surprise") return h("span", { class: "small muted" }, "the redder, the less likely it was");
   if (tint === "ratio") return h("div", { class: "legend" }, [["--c2", "less likely when it was trained than when it was sampled"], ["--c1", "more likely"]].map(([color, text]) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${css(color)} 60%, transparent)` }), text)));
+  if (tint === "share") return h("div", { class: "legend" }, [["--c1", "lowers the loss of the step"], ["--c2", "raises it"]].map(([color, text]) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${css(color)} 60%, transparent)` }), text)), h("span", { class: "tok closed" }, "gated or clipped"));
   return h("div", { class: "legend", "aria-label": "policy versions" },
     versions.map((version) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${colourOf(version, versions)} 45%, transparent)` }), `version ${version}`)));
 }

@@ -5,9 +5,8 @@ import { h, show } from "../dom.js";
 import { fixed, isFailure, number, seconds, words } from "../format.js";
 import { card, facts, pill, tile } from "../pieces.js";
 import { EPISODE, inline, split, waterfall } from "../times.js";
-import { legend, message, said, sequenceRatio, tokens } from "../transcript.js";
-
-let tint = "version";
+import { sequenceRatio } from "../transcript.js";
+import { branches, controls, goTo, turnView } from "../turns.js";
 
 export async function episodePage({ root, signal, parameters: [job, group, member_], title, bind, fail }) {
   const member = Number(member_);
@@ -30,7 +29,7 @@ export async function episodePage({ root, signal, parameters: [job, group, membe
 function draw(root, episode, { go, redraw }) {
   const folded = new Set([...root.querySelectorAll("details[open]")].map((one) => one.textContent));
   const isLive = ["queued", "running"].includes(episode.status);
-  show(root, heading(episode, go), episode.note && h("p", { class: "notice warn" }, episode.note), summary(episode), time(episode),
+  show(root, heading(episode, go), episode.note && h("p", { class: "notice warn" }, episode.note), summary(episode), time(episode), branches(episode),
     card("Turns", "what was said, and every token that the policy sampled", controls(episode, redraw), h("div", { class: "timeline", "aria-live": isLive ? "polite" : "off" },
       episode.turns.map((turn, place) => turnView(episode, turn, isLive && place === episode.turns.length - 1)),
       isLive && h("div", { class: "turn growing", "data-turn": "…" }, h("div", { class: "meta" }, episode.status === "queued" ? "waits for a rollout worker" : `played by ${episode.worker}; it grows here as it goes on`)),
@@ -56,10 +55,13 @@ function summary(episode) {
     tile("Reward", episode.reward === null ? "–" : number(episode.reward), parts || (episode.reward === null ? "not scored yet" : "")),
     tile("Advantage", episode.advantage === null ? "–" : `${episode.advantage > 0 ? "+" : ""}${fixed(episode.advantage)}`, episode.advantage === 0 ? "all of its group are equal" : "against its group"),
     tile("Turns", episode.turns.length, `${number(episode.num_actions ?? 0)} tokens sampled`),
-    tile("Versions", episode.versions.join(", ") || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
+    tile("Versions", few(episode.versions) || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
     tile("Ratio", ratio === null ? "–" : fixed(ratio, 3), ratioNote(episode, ratio)),
     tile("Time", seconds(whole(episode.timings)), "storing left out"));
 }
+
+// A list that is longer than a tile is told by its ends.
+const few = (versions) => (versions.length > 6 ? `${versions[0]} … ${versions.at(-1)}` : versions.join(", "));
 
 const whole = (timings) => (EPISODE.some((kind) => kind.name in timings) ? EPISODE.reduce((sum, kind) => sum + (timings[kind.name] ?? 0), 0) : null);
 
@@ -70,35 +72,8 @@ function ratioNote(episode, ratio) {
 }
 
 function time(episode) {
-  const go = (turn) => document.getElementById(turnId(turn))?.scrollIntoView({ behavior: "smooth", block: "start" });
-  const drawn = split(EPISODE, episode.timings, "Where time went", waterfall(episode.turns, episode.closing, go));
+  const drawn = split(EPISODE, episode.timings, "Where time went", waterfall(episode.turns, episode.closing, goTo));
   return drawn && card("Where time went", "turn by turn: waiting, the environment's answer, sampling", drawn);
-}
-
-const turnId = (turn) => `turn-${turn.branch}-${turn.turn}`;
-
-function controls(episode, redraw) {
-  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), "data-focus": `tint-${name}`, onclick: () => { tint = name; redraw(); } }, label);
-  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise"), sequenceRatio(episode.tokens) !== null && button("ratio", "ratio")),
-    legend(tint, episode.versions));
-}
-
-function turnView(episode, turn, isLast) {
-  const broken = turn.calls.some((call) => call.status !== "ok") || turn.complete === false;
-  const meta = [
-    `${turn.num_actions} tokens`, turn.versions.length && `version ${turn.versions.join(", ")}`,
-    turn.logprob_mean !== null && `mean log-prob ${fixed(turn.logprob_mean, 3)}`, turn.cache_modes.includes("stale") && "stale cache",
-    turn.reward !== null && `turn reward ${number(turn.reward)}`, turn.branch > 0 && `branch ${turn.branch}`,
-  ].filter(Boolean);
-  return h("section", { class: `turn${broken ? " failed" : ""}${isLast ? " growing" : ""}`, id: turnId(turn), "data-turn": turn.turn, "aria-label": `turn ${turn.turn}` },
-    h("div", { class: "meta" }, meta.map((text) => h("span", {}, text)), inline(turn.timings)), turn.messages.map(message),
-    turn.num_actions > 0 && withTokens(said(turn), tokens(episode, turn, tint)));
-}
-
-function withTokens(words_, block) {
-  if (!words_) return h("div", { class: "says policy" }, h("span", { class: "who" }, "policy"), block);
-  words_.append(block);
-  return words_;
 }
 
 function ending(episode) {
@@ -111,7 +86,7 @@ function details(episode) {
   const engines = [...new Set(episode.turns.flatMap((turn) => turn.engines))];
   return card("Record", null, facts([
     ["id", h("span", { class: "mono" }, episode.id)], ["task", `${episode.split} task ${episode.task_index}`], ["attempt", String(episode.attempt)],
-    episode.step !== null && ["trained in", `step ${episode.step}, epoch ${episode.epoch}`], episode.worker && ["worker", episode.worker],
+    episode.step !== null && ["trained in", h("span", {}, `step ${episode.step}, epoch ${episode.epoch} · `, h("a", { href: `#/jobs/${episode.job_id}/replay?first=${episode.step}&single=${episode.group}/${episode.member}` }, "replay it"))], episode.worker && ["worker", episode.worker],
     engines.length && ["sampled by", engines.join(", ")], ["tokens", `${episode.num_tokens ?? 0}, of which ${episode.num_actions ?? 0} sampled, in ${episode.num_segments} segments`],
     ...Object.entries(episode.metrics).map(([name, value]) => [words(name), number(value)]),
   ]));

@@ -45,7 +45,7 @@ function heading(group) {
       h("div", { class: "row" }, group.group > 0 && next(-1, "←"), next(1, "→"))),
     h("div", { class: "tiles" },
       tile("Reward", group.reward_mean === null ? "–" : fixed(group.reward_mean), group.reward_std === null ? "nobody has finished" : `± ${fixed(group.reward_std)} in the group`),
-      tile("Trained in step", group.step ?? "–", group.step === null ? "not yet" : `epoch ${group.epoch}`),
+      tile("Trained in step", group.step ?? "–", group.step === null ? "not yet" : [`epoch ${group.epoch} · `, h("a", { href: `#/jobs/${group.job_id}/replay?first=${group.step}&without=${group.group}` }, "replay")]),
       tile("Episodes", `${group.episodes.length} / ${group.size}`, group.episodes.length < group.size ? "some are missing" : "complete"),
       tile("Versions", [...new Set(group.episodes.flatMap((one) => one.versions))].sort((a, b) => a - b).join(", ") || "–", "that sampled its tokens")),
   ];

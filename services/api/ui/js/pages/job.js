@@ -6,8 +6,11 @@ import { duration, isOver } from "../format.js";
 import { bar, pill, tabs } from "../pieces.js";
 import { config } from "./job/config.js";
 import { events } from "./job/events.js";
+import { family } from "./job/family.js";
 import { groups } from "./job/groups.js";
 import { overview } from "./job/overview.js";
+import { replay } from "./job/replay.js";
+import { traces } from "./job/traces.js";
 import { versions } from "./job/versions.js";
 
 export async function jobPage(context) {
@@ -24,9 +27,9 @@ export async function jobPage(context) {
   }
   drawHead();
   const base = `#/jobs/${encodeURIComponent(id)}`;
-  const names = [["overview", "Overview", base], ["groups", "Groups", `${base}/groups`], ["versions", "Versions", `${base}/versions`], ["events", "Events", `${base}/events`], ["config", "Configuration", `${base}/config`]];
+  const names = [["overview", "Overview", base], ["groups", "Groups", `${base}/groups`], ["versions", "Versions", `${base}/versions`], ["replay", "Replay", `${base}/replay`], ["family", "Family", `${base}/family`], ["traces", "Traces", `${base}/traces`], ["events", "Events", `${base}/events`], ["config", "Configuration", `${base}/config`]];
   show(root, head, tabs(names, part), body);
-  await { overview, groups, versions, events, config }[part]({ ...context, id, body, refresh, job: () => job });
+  await { overview, groups, versions, replay, family, traces, events, config }[part]({ ...context, id, body, refresh, job: () => job });
 }
 
 function header(job, { fail }, refresh) {
@@ -34,7 +37,7 @@ function header(job, { fail }, refresh) {
   const paused = job.desired_state === "paused";
   const buttons = isOver(job.status) ? [] : [
     h("button", { onclick: ask(paused ? "resume" : "pause"), disabled: job.desired_state === "cancelled" }, paused ? "Resume" : "Pause"),
-    h("button", { class: "danger", onclick: async () => { if (confirm(`Cancel ${job.name || job.id}? It cannot be started again.`)) await ask("cancel")(); }, disabled: job.desired_state === "cancelled" }, "Cancel"),
+    h("button", { class: "danger", onclick: async () => { if (confirm(`Cancel ${job.name || job.id}? What it has learned is kept.`)) await ask("cancel")(); }, disabled: job.desired_state === "cancelled" }, "Cancel"),
   ];
   const reason = job.status === "succeeded" ? null : job.status_reason;
   // A job that does what it should needs no notice.
@@ -45,6 +48,7 @@ function header(job, { fail }, refresh) {
         h("div", { class: "row" }, h("h1", {}, job.name || "unnamed"), pill(job.status),
           job.attempt > 1 && h("span", { class: "pill warn plain", title: "Trainers that have owned the job" }, `attempt ${job.attempt}`))),
       h("div", { class: "row" }, buttons)),
+    job.parent && h("p", { class: "small muted", id: "parent" }, "forked from ", h("a", { class: "mono", href: `#/jobs/${encodeURIComponent(job.parent.job)}` }, job.parent.job), ` after step ${job.parent.step}${job.parent.same_batches ? ", fed its batches" : ""}`),
     reason && !isCalm && h("p", { class: `notice${job.status === "failed" ? " bad" : ""}`, "data-reason": reason.code }, reason.message),
     h("div", { class: "spread small muted" }, h("span", {}, `step ${job.step} of ${job.steps}${isCalm ? ` · ${reason.message}` : ""}`), h("span", { id: "eta" }, job.finished_at ? `took ${duration((Date.parse(job.finished_at) - Date.parse(job.started_at || job.created_at)) / 1000)}` : "")),
     bar(job.step / job.steps, "steps taken"),

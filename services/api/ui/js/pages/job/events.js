@@ -19,7 +19,7 @@ export async function events({ id, body, signal, job, fail }) {
 function sentence({ type, data }) {
   if (type === "job.status") return `${words(data.status)}${data.status_reason?.message ? `: ${data.status_reason.message}` : ""}`;
   if (type === "step") return `step ${data.step}: reward ${fixed(data["reward/mean"])}, staleness ${fixed(data["staleness/mean"])}, clipped ${percent(data["gspo/clip_frac"])}`;
-  if (type === "evaluation") return `held-out reward ${fixed(data["reward/mean"])} after step ${data.step}, ${data["episodes/count"]} episodes`;
+  if (type === "evaluation") return `held-out reward ${fixed(data["reward/mean"])}${data["reward/low"] === undefined ? "" : ` (${fixed(data["reward/low"])} to ${fixed(data["reward/high"])})`} after step ${data.step}, ${data["episodes/count"]} episodes`;
   if (type === "checkpoint") return `checkpoint at step ${data.step}`;
   return data.message || data.error || JSON.stringify(data);
 }

@@ -1,0 +1,69 @@
+"""Weights that a trainer sends to an engine on another GPU, beside the same weights read from disk: by NCCL there.
+
+On a CPU the same runs over gloo, so what it computes is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gpu_check.check import Differs, Place, require_close
+from services.engines.http_engine import open_http
+from services.engines.sglang import EngineClient
+from services.engines.weight_buckets import buckets_in
+from services.engines.weight_group import WeightGroup
+from services.process.ports import free_port
+from tests.core.learner_support import write_model
+
+_TIMEOUT_S = 300.0
+# The same bits in the same arithmetic.
+BOUND = 1e-6
+IDS = list(range(2, 40))
+
+
+def sending(place: Place) -> str:
+    """The log-probs of an engine after a version was sent to it, and after it read that version."""
+    first, second = (write_model(place.folder / f"sent-{seed}", seed=seed) for seed in (1, 2))
+    port = free_port()
+    device = place.device if place.device == "cpu" else "cuda:1"
+    command = [sys.executable, "-m", "services.engine", "--model", str(first), "--port", str(port), "--device", device]
+    engine = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        return asyncio.run(_compare(f"http://127.0.0.1:{port}", first, second, place.device))
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
+async def _compare(url: str, first: Path, second: Path, device: str) -> str:
+    async with open_http() as http, asyncio.timeout(_TIMEOUT_S):
+        engine = EngineClient(url, http)
+        while not await engine.is_ready():
+            await asyncio.sleep(0.1)
+        before, _ = await engine.score(IDS)
+        await engine.pause()
+        group = await WeightGroup.join([engine], device="cpu" if device == "cpu" else "cuda:0")
+        buckets = buckets_in(second, 2**16)
+        began = time.perf_counter()
+        if failed := await group.send(buckets, "job/1/1"):
+            raise Differs(f"sending failed: {failed.why}")
+        seconds = time.perf_counter() - began
+        await engine.resume()
+        sent, label = await engine.score(IDS)
+        if label != "job/1/1":
+            raise Differs(f"the engine calls what was sent {label!r}")
+        await group.close()
+        await engine.load_weights(second, "job/1/2")
+        read, _ = await engine.score(IDS)
+    if max(abs(one - two) for one, two in zip(before, read, strict=True)) <= BOUND:
+        raise Differs("both models have the same log-probs: nothing was compared")
+    apart = max(abs(one - two) for one, two in zip(sent, read, strict=True))
+    num = sum(bucket.data.numel() for bucket in buckets)
+    return (
+        f"{require_close(apart, BOUND, 'log-probs')}; {num / 2**20:.2f} MiB in {len(buckets)} blocks, {seconds:.2f} s"
+    )

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "Hello, harbour" > /app/greeting.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+bash /solution/by_hand.sh
+bash /app/check.sh

@@ -1,0 +1,245 @@
+"""``gspo eval``: plays an environment with a model or an API, and says what that shows."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from gspo_core.cli.command import CommandError
+from gspo_core.cli.env import CallersPath, json_object
+from gspo_core.cli.service import local_policies
+from gspo_core.cli.terminal import say
+from gspo_core.env import (
+    AgentStart,
+    Environment,
+    InvalidEnvironment,
+    NeedsAgent,
+    load_environment,
+)
+from gspo_core.evaluation.chat_completions import Api, ChatCompletions, only_model
+from gspo_core.evaluation.episode import World
+from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder
+from gspo_core.evaluation.played import REPORT_FILE, Played, read_played, read_setting
+from gspo_core.evaluation.policy import LocalPolicyOrder, Policy, PolicyUnusable
+from gspo_core.evaluation.report import EvalReport, compare, difference_lines
+from gspo_core.json_value import JSON
+from gspo_core.spec import EpisodeLimits, Limits
+from gspo_core.types import Split
+
+# A thinking model may take long; the patience of each request is another matter.
+_ANSWER_S = 600.0
+_CONNECT_S = 10.0
+_TELL_EVERY = 10
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.n < 1 or arguments.samples < 1 or arguments.concurrency < 1:
+        raise CommandError("--n, --samples and --concurrency must be at least 1")
+    with CallersPath():
+        evaluation = _Evaluation.load(arguments)
+        try:
+            return asyncio.run(evaluation.run())
+        except (PolicyUnusable, OtherSetting) as error:
+            raise CommandError(str(error)) from error
+        except KeyboardInterrupt:
+            print(f"\nwhat was played is kept: add --out {evaluation.folder} to go on", file=sys.stderr)
+            raise
+
+
+@dataclass
+class _Evaluation:
+    arguments: argparse.Namespace
+    environment: Environment
+    config: Mapping[str, JSON]
+    agent: Mapping[str, JSON] | None
+    split: Split
+    limits: EpisodeLimits
+    source: str
+    folder: Path
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> _Evaluation:
+        ref, config = _ref_and_config(arguments.env, arguments.config)
+        arguments.env = ref
+        asked = None if arguments.agent is None else json_object(arguments.agent, "--agent", "as a job has it")
+        try:
+            environment, agent = _loaded(ref, config, asked)
+            limits = _limits(environment, arguments.limits)
+        except InvalidEnvironment as error:
+            raise CommandError(str(error)) from error
+        given = arguments.split or (Split.EVAL if environment.num_tasks(Split.EVAL) else Split.TRAIN)
+        split = Split(given)
+        if not environment.num_tasks(split):
+            raise CommandError(f"{ref} has no {split} tasks")
+        folder = Path(arguments.out or Path("gspo-eval") / time.strftime("%Y%m%d-%H%M%S"))
+        return cls(arguments, environment, config, agent, split, limits, _digest(ref), folder)
+
+    async def run(self) -> int:
+        async with AsyncExitStack() as stack:
+            ours = await self._report(stack, self.arguments.model, self.arguments.key_env, self.folder)
+            against = self.arguments.against
+            theirs = await self._other(stack, against) if against else None
+        found = ours.to_json() | {"folder": str(self.folder)}
+        if theirs is not None:
+            both = compare(ours, theirs)
+            found |= {"against": theirs.to_json(), "difference": None if both is None else both.to_json()}
+        (self.folder / REPORT_FILE).write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+        if self.arguments.json:
+            print(json.dumps(found, ensure_ascii=False, indent=2))
+            return 0
+        say(*ours.lines())
+        if theirs is not None:
+            say(*theirs.lines(), *difference_lines(both, ours.setting.model, theirs.setting.model))
+        say(f"kept in {self.folder}: gspo episodes {self.folder}")
+        return 0
+
+    async def _other(self, stack: AsyncExitStack, against: str) -> EvalReport:
+        kept = read_setting(Path(against))
+        if kept is None:
+            key_env = self.arguments.against_key_env or self.arguments.key_env
+            return await self._report(stack, against, key_env, self.folder / "against")
+        if differing := self._setting(against).plays_the_same(kept):
+            raise OtherSetting(f"{against} cannot be compared with: it has another {', '.join(differing)}")
+        model = str(kept["model"])
+        episodes = read_played(Path(against))
+        setting = self._setting(model)
+        return EvalReport(setting, [episodes[place] for place in setting.places() if place in episodes])
+
+    async def _report(self, stack: AsyncExitStack, model: str, key_env: str, folder: Path) -> EvalReport:
+        setting = self._setting(model)
+        open_folder(folder, setting)
+        policy = await self._policy(stack, model, key_env)
+        world = World(self.environment, self.split, self.limits, self.arguments.max_new_tokens, time.monotonic)
+        num_all = len(setting.places())
+        progress = _Progress(model, num_all, quiet=not sys.stderr.isatty())
+        episodes = await evaluate(
+            setting, world, policy, folder, concurrency=self.arguments.concurrency, tell=progress.tell
+        )
+        progress.end()
+        return EvalReport(setting, episodes)
+
+    def _setting(self, model: str) -> EvalSetting:
+        given = self.arguments
+        tasks = chosen_tasks(self.environment.num_tasks(self.split), given.n, given.seed)
+        sampling = {name: getattr(given, name) for name in ("temperature", "max_new_tokens", "chat", "body")}
+        limits = {} if given.limits is None else json_object(given.limits, "--limits", "as a job has it")
+        return EvalSetting(
+            model=model,
+            environment=given.env,
+            config=self.config,
+            agent=self.agent,
+            split=self.split.value,
+            tasks=tasks,
+            samples=given.samples,
+            seed=given.seed,
+            sampling=sampling,
+            limits=limits,
+            source=self.source,
+        )
+
+    async def _policy(self, stack: AsyncExitStack, model: str, key_env: str) -> Policy:
+        given = self.arguments
+        if model.startswith(("http://", "https://")):
+            return await self._api(stack, model, os.environ.get(key_env) or None)
+        chat = {} if given.chat is None else json_object(given.chat, "--chat", "as a job has it")
+        order = LocalPolicyOrder(
+            model=model,
+            temperature=1.0 if given.temperature is None else given.temperature,
+            chat=chat,
+            device=given.device,
+            seed=given.seed,
+            api_url=given.url,
+        )
+        return await stack.enter_async_context(local_policies().open_policy(order))
+
+    async def _api(self, stack: AsyncExitStack, address: str, key: str | None) -> Policy:
+        given = self.arguments
+        url, _, name = address.partition("#")
+        base_url = url.rstrip("/").removesuffix("/chat/completions")
+        body: dict[str, JSON] = {} if given.temperature is None else {"temperature": given.temperature}
+        body |= {} if given.body is None else json_object(given.body, "--body", "fields of a request")
+        client = httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=given.concurrency),
+        )
+        await stack.enter_async_context(client)
+        model = name or await only_model(base_url, client)
+        return ChatCompletions(Api(base_url, model, key, body), client, time.monotonic)
+
+
+class _Progress:
+    """A line on stderr that is written over, or a line now and then where nobody watches."""
+
+    def __init__(self, model: str, num_all: int, *, quiet: bool) -> None:
+        self._model, self._num_all, self._quiet = model, num_all, quiet
+        self._num_played, self._num_failed, self._sum = 0, 0, 0.0
+
+    def tell(self, one: Played) -> None:
+        self._num_played += 1
+        self._num_failed += one.reward is None
+        self._sum += one.reward or 0.0
+        if not self._quiet:
+            print(f"\r{self._line()} ", end="", file=sys.stderr, flush=True)
+        elif self._num_played % max(1, self._num_all // _TELL_EVERY) == 0:
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._num_played and not self._quiet:
+            print(file=sys.stderr)
+
+    def _line(self) -> str:
+        num_scored = self._num_played - self._num_failed
+        mean = f", mean reward {self._sum / num_scored:.3g}" if num_scored else ""
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        return f"{self._model}: {self._num_played} of {self._num_all} episodes{mean}{failed}"
+
+
+def _ref_and_config(env: str, config: str | None) -> tuple[str, dict[str, JSON]]:
+    ref, comma, inline = env.partition(",")
+    if comma and config is not None:
+        raise CommandError("give the config behind the comma of --env or with --config, not both")
+    text = inline if comma else config
+    if ":" not in ref:
+        raise CommandError(f"--env {ref}: name a class or a function in a file or a module, as in {ref}:MyClass")
+    return ref, {} if text is None else json_object(text, "the config", "the keyword arguments of the class")
+
+
+def _loaded(
+    ref: str, config: Mapping[str, JSON], agent: Mapping[str, JSON] | None
+) -> tuple[Environment, Mapping[str, JSON] | None]:
+    try:
+        start = None if agent is None else AgentStart.from_json(agent)
+        if start is not None and start.judge is not None:
+            raise CommandError("--agent: gspo eval asks no judge; a job does. Leave judge out, and name a reward")
+        return load_environment(ref, config, agent=start), agent
+    except NeedsAgent:  # it can be nothing else
+        return load_environment(ref, config, agent=AgentStart()), {}
+
+
+def _limits(environment: Environment, given: str | None) -> EpisodeLimits:
+    from pydantic import ValidationError
+
+    text = {} if given is None else json_object(given, "--limits", "as a job has it")
+    try:
+        return EpisodeLimits.resolve(Limits.model_validate(dict(environment.limits)), Limits.model_validate(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CommandError(f"limits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _digest(ref: str) -> str:
+    name = ref.rpartition(":")[0]
+    file = Path(name) if name.endswith(".py") else Path(str(getattr(sys.modules.get(name), "__file__", "")))
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""

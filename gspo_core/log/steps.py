@@ -1,0 +1,60 @@
+"""Training a logged step once more: its settings, its sequences, and what became of each group.
+
+The rule: a step is trained with exactly the data, token ages and settings that its batch log holds, so that it gives
+the same weights. Pure but for the learner that it is handed; which steps come when is ``history``'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_core.batch import TrainSequence
+from gspo_core.log.batches import LoggedBatch, require_whole
+from gspo_core.log.lineage import Lineage
+from gspo_core.log.sequences import TrainBatch, train_batch
+from gspo_core.log.settings import Tunable, Tuning
+from gspo_core.objective_config import AdvantageConfig
+
+
+class StepLearner(Tunable, Protocol):
+    """The part of a learner that trains a step."""
+
+    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]: ...
+
+
+def train_again(learner: StepLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> dict[str, float]:
+    """Train the step of ``batch`` and note in ``lineage`` what became of its groups; returns the learner's metrics.
+
+    Raises ErasedStep.
+    """
+    require_whole(batch)
+    tuning.recall(learner, batch.extra.get("settings", {}))
+    metrics = learner.step(logged_sequences(batch, tuning.spec.objective.advantage).sequences)
+    settle(lineage, batch)
+    return metrics
+
+
+def logged_sequences(batch: LoggedBatch, config: AdvantageConfig) -> TrainBatch:
+    """The training input of the step, with tokens as old as they were. Raises ErasedStep."""
+    require_whole(batch)
+    ages = batch.extra["staleness"]
+
+    def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
+
+    late, cap = batch.extra.get("late", ()), batch.extra.get("late_cap", 0)
+    keep_groups = batch.extra.get("dealing") == "groups"
+    return train_batch(batch.groups, staleness_of, config, late, cap, keep_groups=keep_groups)
+
+
+def settle(lineage: Lineage, batch: LoggedBatch) -> None:
+    dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
+    lineage.step = batch.step
+    lineage.num_published += len(batch.groups)
+    lineage.num_dropped += len(dropped)
+    lineage.num_dispatched = max(lineage.num_dispatched, batch.extra["num_dispatched"])
+    lineage.settle([*(group.group for group in batch.groups), *dropped])

@@ -1,0 +1,99 @@
+"""A new job from a step of an older one: its specification, and what it is brought of its parent's files.
+
+Rule: whoever does not see the parent cannot fork it. The child is brought all that it needs before it is accepted, so
+it never waits for files that its parent may remove.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from gspo_core.json_value import JSON
+from gspo_core.live_settings import tuned
+from gspo_core.log.changes import ImpossibleChange, changed_spec
+from gspo_core.problems import Problem, problems
+from gspo_core.spec import JobSpec, ParentSpec
+from services.api.http.access import Caller
+from services.api.http.context import ApiContext
+from services.api.http.errors import FINAL, RequestRefused, invalid
+from services.api.http.stored_specs import spec_of
+from services.files.origin import ForkPlan, PastError, bring, plan
+from services.files.recording import NoSuchEpisode, Rewards
+from services.state.store import JobNotFound, JobRecord
+
+
+def child_of(parent: JobRecord, at: ParentSpec, name: str | None, changes: Mapping[str, JSON]) -> JobSpec:
+    """The parent's specification with its live settings and these changes. Raises RequestRefused."""
+    spec = tuned(spec_of(parent), parent.settings)
+    try:
+        begun = changed_spec(spec.model_copy(update={"recorded": None}), changes)
+    except ImpossibleChange as error:
+        raise invalid([Problem("validation_failed", ("set",), str(error))]) from error
+    data = begun.model_dump(mode="json") | {"parent": at.model_dump(mode="json"), "name": name or begun.name}
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise invalid(problems(error, JobSpec, data)) from error
+
+
+async def planned(context: ApiContext, spec: JobSpec, caller: Caller) -> ForkPlan:
+    """What it takes to begin ``spec``, which has a parent. Raises RequestRefused, JobNotFound."""
+    await _parent(context, spec, caller)
+    return await require_kept(context, _at(spec), caller)
+
+
+async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller) -> ForkPlan:
+    """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
+    await _seen(context, at, caller)
+    try:
+        return await asyncio.to_thread(plan, context.history.job_dir(at.job), at.step)
+    except PastError as error:
+        raise RequestRefused(409, "step_not_kept", str(error), param="step", headers=FINAL) from error
+
+
+async def bring_parent(context: ApiContext, spec: JobSpec, caller: Caller, job_id: str, rewards: Rewards) -> None:
+    """Bring a job what it needs of its parent, unless it has that. Raises RequestRefused, JobNotFound."""
+    at = _at(spec)
+    if (at.rewards is not None) != bool(rewards):
+        message = "rewards come with POST /v1/jobs/{id}/fork"
+        raise invalid([Problem("validation_failed", ("parent", "rewards"), message)])
+    parent = await _parent(context, spec, caller)
+    theirs, ours = (context.history.job_dir(one) for one in (parent.id, job_id))
+    if ours.origin.path.is_dir():  # an earlier request of the same key got as far
+        return
+    try:
+        await asyncio.to_thread(bring, theirs, ours, at.step, same_batches=at.same_batches, rewards=rewards)
+    except NoSuchEpisode as error:
+        raise invalid([Problem("validation_failed", ("rewards",), str(error))]) from error
+    except PastError as error:
+        raise RequestRefused(409, "step_not_kept", str(error), param="parent.step", headers=FINAL) from error
+
+
+async def _seen(context: ApiContext, at: ParentSpec, caller: Caller) -> JobRecord:
+    parent = await context.store.jobs.get(at.job)
+    if not caller.sees(parent.owner):
+        raise JobNotFound(at.job)
+    return parent
+
+
+async def _parent(context: ApiContext, spec: JobSpec, caller: Caller) -> JobRecord:
+    parent = await _seen(context, _at(spec), caller)
+    theirs = spec_of(parent)
+    for key in ("model", "learner.lora"):
+        ours_of, theirs_of = (_value(one, key) for one in (spec, theirs))
+        if ours_of != theirs_of:
+            message = f"{key}: a fork goes on with the weights of its parent, which has {theirs_of}"
+            raise invalid([Problem("validation_failed", tuple(key.split(".")), message)])
+    return parent
+
+
+def _at(spec: JobSpec) -> ParentSpec:
+    assert spec.parent is not None, "the caller has looked"
+    return spec.parent
+
+
+def _value(spec: JobSpec, key: str) -> object:
+    return spec.learner.lora if key == "learner.lora" else spec.model

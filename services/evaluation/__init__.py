@@ -1,0 +1,1 @@
+"""Plays episodes with a model of this machine, outside any job, for ``gspo eval``."""

@@ -1,0 +1,164 @@
+"""Erases trained episodes in the files of a job, and in what its forks were brought of it.
+
+Rule: a log is replaced whole and durably, so a reader has the old one or the new one. Answers of replays that show
+tokens go with it, whosever they are: they can be asked for again. A log that recovery may still
+train from is not touched. Weights, bundles and backups are out of reach here; what was found is always told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_core.log import layout
+from gspo_core.log.archive import pack
+from gspo_core.log.batches import LoggedBatch
+from gspo_core.log.erasing import Member, users_of, without_texts
+from gspo_core.log.trained import decode_trained, encode_trained
+from gspo_core.replay.past import Past, PastError
+from gspo_core.staleness import Position
+from gspo_core.types import EpisodeKey, Trajectory
+from services.files.batch_log import DamagedBatchLog, read_batch
+from services.files.durable import flush_directory, temporary_name
+from services.files.job_dir import JobDir, positions_in, step_name
+from services.files.job_records import DamagedRecord, JobRecords
+from services.files.replays import Replays
+
+Wanted = Callable[[Trajectory], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """An episode, and a step that it was trained in (or was to be: ``epoch`` may be one that was lost)."""
+
+    episode: EpisodeKey
+    epoch: int
+    step: int
+    job: str
+    """Whose directory holds it: that of the episode, or of a fork that was brought it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    erased: tuple[Entered, ...]
+    not_yet: tuple[Entered, ...]
+    """In steps that may have to be trained again after a loss."""
+    unreadable: tuple[str, ...]
+    """Logs that are damaged, or of another release: what they hold is not known."""
+
+
+def of_user(user: str) -> Wanted:
+    return lambda episode: user in users_of(episode)
+
+
+def of_member(group: int, member: int) -> Wanted:
+    return lambda episode: (episode.key.group, episode.key.member) == (group, member)
+
+
+def erase(job: JobDir, name: str, wanted: Wanted, others: Mapping[str, JobDir], *, safe_until: int | None) -> Erasure:
+    """``safe_until``: steps after it may have to be trained again; None: no step. ``others``: all jobs by name; some of
+    them may have been brought logs of this one, and trained on them. Blocking: it reads every batch log."""
+    found = _Found([], [], [])
+    _in_folder(job.path, name, name, wanted, found, safe_until)
+    for other, place in others.items():
+        brought = list(_brought(place, name))
+        for folder in brought:
+            _in_folder(folder, other, name, wanted, found, None)
+        if brought and other != name:
+            _in_folder(place.path, other, name, wanted, found, _saved_step(place))
+    # After the logs: an answer that is written meanwhile looks into them (`services.api.views.replays`).
+    for holder in {name: job, **{one.job: others[one.job] for one in found.erased if one.job != name}}.values():
+        Replays(holder).remove_shown()
+    return Erasure(tuple(found.erased), tuple(found.not_yet), tuple(found.unreadable))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    erased: list[Entered]
+    not_yet: list[Entered]
+    unreadable: list[str]
+
+
+def _saved_step(place: JobDir) -> int:
+    """Up to it no step is trained again by itself."""
+    try:
+        return max((at.step for at in Past(place.path).checkpoints), default=0)
+    except PastError:
+        return 0
+
+
+def _brought(place: JobDir, job: str) -> Iterator[Path]:
+    """What a job was brought of ``job``, itself or by way of its parent."""
+    if place.recorded.path.is_dir():
+        yield place.recorded.path
+    while place.origin.path.is_dir():
+        parent, place = _parent_of(place), place.origin
+        if parent in (job, None):
+            yield place.path
+
+
+def _parent_of(place: JobDir) -> str | None:
+    """None: unknown."""
+    try:
+        parent = json.loads(JobRecords(place).accepted().spec).get("parent")
+    except (FileNotFoundError, DamagedRecord, ValueError):
+        return None
+    return str(parent["job"]) if isinstance(parent, dict) and "job" in parent else None
+
+
+def _in_folder(folder: Path, holder: str, job: str, wanted: Wanted, found: _Found, safe_until: int | None) -> None:
+    # In this order: a log goes from the one into the other meanwhile (`batch_archive`).
+    for kind in (layout.BATCHES, layout.ARCHIVE):
+        for at in positions_in(folder / kind):
+            path = folder / kind / step_name(at)
+            try:
+                batch = read_batch(path)
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            except DamagedBatchLog as error:
+                found.unreadable.append(str(error))
+                continue
+            keys = [one.key for one in batch.trajectories if _is_doomed(one, batch, job, wanted)]
+            entered = [Entered(key, *at, holder) for key in keys]
+            if safe_until is not None and at.step > safe_until:
+                found.not_yet.extend(entered)
+            elif keys:
+                members = {(key.group, key.member) for key in keys}
+                log = b"".join(without_texts(batch, members))
+                _replace(path, pack(log) if kind == layout.ARCHIVE else log)
+                _forget_logprobs(folder, at, members)
+                found.erased.extend(one for one in entered if one not in found.erased)
+
+
+def _is_doomed(one: Trajectory, batch: LoggedBatch, job: str, wanted: Wanted) -> bool:
+    return one.key.job == job and wanted(one) and not _is_erased(batch, one)
+
+
+def _is_erased(batch: LoggedBatch, one: Trajectory) -> bool:
+    return (one.key.group, one.key.member) in batch.erased
+
+
+def _forget_logprobs(folder: Path, at: Position, members: set[Member]) -> None:
+    path = folder / layout.TRAINED / step_name(at)
+    with contextlib.suppress(FileNotFoundError):
+        known = decode_trained(path.read_bytes())
+        kept = {EpisodeKey("-", *member): values for member, values in known.items() if member not in members}
+        _replace(path, encode_trained(kept))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Of a file that is written once otherwise."""
+    temporary = path.with_name(temporary_name())
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,332 @@
+"""Snapshots of a data directory in a bucket, while everything runs, and back: to another installation, or to this one.
+
+Rule: an object is named by the digest of its content and written before a snapshot names it, so a snapshot is whole or
+not there, and a second one costs what is new. The order of ``backup`` makes each good to go on from. What is restored
+is checked by its digest, and a job appears (``job.json``) when all else of it is there.
+
+    objects/ab/ab12...   snapshots/20261123T094500.123456Z-3f2a.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import IO, Any
+
+from gspo_core import __version__
+from gspo_core.log import layout
+from services.files.backup import JobsAreThere, LaterLayout, plain_files
+from services.files.bucket import PIECE_BYTES, Bucket
+from services.files.data_dir import LAYOUT, NOT_SAVED, SHARED, DataDir
+from services.files.durable import flush_directory, make_directory, temporary_name
+from services.files.job_records import DamagedRecord, JobRecords
+
+SCHEMA = 1
+OBJECTS, SNAPSHOTS = "objects", "snapshots"
+AT_ONCE = 8
+MAX_OPEN = 2 * AT_ONCE
+# An object that no snapshot names may belong to one that is being made.
+GRACE = timedelta(days=1)
+
+
+class Damaged(Exception):
+    """An object or a snapshot is not what it was; the message names it."""
+
+
+class Conflict(Exception):
+    """Something else is where a restored file belongs."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A file as it was saved."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+    @property
+    def object_name(self) -> str:
+        return f"{OBJECTS}/{self.sha256[:2]}/{self.sha256}"
+
+
+Files = Mapping[str, Saved]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    name: str
+    made_at: str
+    release: str
+    files: Files
+    """By path below the data directory."""
+    models: Mapping[str, Files]
+    """By absolute directory: models that jobs start from and that lie elsewhere."""
+
+    @property
+    def jobs(self) -> list[str]:
+        parts = (PurePosixPath(path).parts for path in self.files)
+        return sorted(one[1] for one in parts if one[0] == layout.JOBS and one[2:] == (layout.ACCEPTED,))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size for files in (self.files, *self.models.values()) for one in files.values())
+
+    def digests(self) -> set[str]:
+        return {one.sha256 for files in (self.files, *self.models.values()) for one in files.values()}
+
+
+@dataclass
+class Tally:
+    """What was sent or brought."""
+
+    num_files: int = 0
+    num_bytes: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.num_files += 1
+            self.num_bytes += size
+
+
+# Save
+
+
+def save(data_dir: Path, bucket: Bucket, tally: Tally) -> Snapshot:
+    """Raises BucketRefused. ``tally`` counts what was not in the bucket yet."""
+    before = newest(bucket)
+    sending = _Sending(bucket, before.digests() if before else set(), tally)
+    files = sending.all_of(data_dir, before.files if before else {}, NOT_SAVED)
+    models = {
+        directory: sending.all_of(Path(directory), before.models.get(directory, {}) if before else {})
+        for directory in _models_elsewhere(data_dir)
+    }
+    made_at = datetime.now(UTC)
+    name = f"{made_at:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}"
+    snapshot = Snapshot(name, made_at.isoformat(timespec="seconds"), __version__, files, models)
+    bucket.put(f"{SNAPSHOTS}/{name}.json", _encode(snapshot))
+    return snapshot
+
+
+def _models_elsewhere(data_dir: Path) -> list[str]:
+    """Directories of models that accepted jobs name."""
+    found = set()
+    for job in DataDir(data_dir).jobs.accepted().values():
+        try:
+            model = Path(json.loads(JobRecords(job).accepted().spec)["model"])
+        except (DamagedRecord, OSError, ValueError, KeyError, TypeError):
+            continue  # it is saved as it is
+        if model.is_absolute() and model.is_dir() and not model.is_relative_to(data_dir.absolute()):
+            found.add(str(model))
+    return sorted(found)
+
+
+@dataclass
+class _Sending:
+    bucket: Bucket
+    known: set[str]
+    tally: Tally
+
+    def all_of(self, directory: Path, before: Files, without: Collection[str] = ()) -> dict[str, Saved]:
+        """Files are opened in order, so that none that a later one needs can vanish unseen; some are sent at once."""
+        saved: dict[str, Saved] = {}
+        waiting: deque[tuple[str, Future[Saved]]] = deque()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for path in plain_files(directory, without):
+                name = path.relative_to(directory).as_posix()
+                try:
+                    file = path.open("rb")
+                except FileNotFoundError:
+                    continue
+                waiting.append((name, pool.submit(self._send, file, before.get(name))))
+                if len(waiting) == MAX_OPEN:
+                    done, result = waiting.popleft()
+                    saved[done] = result.result()
+            saved.update((name, result.result()) for name, result in waiting)
+        return saved
+
+    def _send(self, file: IO[bytes], before: Saved | None) -> Saved:
+        with file:
+            about = os.fstat(file.fileno())
+            if before is not None and (before.size, before.mtime_ns) == (about.st_size, about.st_mtime_ns):
+                return before
+            digest = hashlib.sha256()
+            for piece in _pieces(file, about.st_size):
+                digest.update(piece)
+            saved = Saved(about.st_size, about.st_mtime_ns, digest.hexdigest())
+            if saved.sha256 not in self.known:
+                pieces = _pieces(file, about.st_size)
+                is_small = about.st_size <= PIECE_BYTES  # in one request
+                self.bucket.put(saved.object_name, b"".join(pieces) if is_small else pieces)
+                self.known.add(saved.sha256)
+                self.tally.add(saved.size)
+            return saved
+
+
+def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
+    """The first ``size`` bytes: a file that grows is cut where it was."""
+    file.seek(0)
+    while size and (piece := file.read(min(size, PIECE_BYTES))):
+        size -= len(piece)
+        yield piece
+
+
+# List
+
+
+def names(bucket: Bucket) -> list[str]:
+    """Of all snapshots, oldest first."""
+    found = (PurePosixPath(entry.name) for entry in bucket.entries(SNAPSHOTS))
+    return sorted(path.stem for path in found if path.suffix == ".json")
+
+
+def newest(bucket: Bucket) -> Snapshot | None:
+    found = names(bucket)
+    return read(bucket, found[-1]) if found else None
+
+
+def read(bucket: Bucket, name: str) -> Snapshot:
+    """Raises BucketRefused, Damaged, LaterLayout."""
+    data = b"".join(bucket.get(f"{SNAPSHOTS}/{name}.json"))
+    try:
+        given: dict[str, Any] = json.loads(data)
+        if given["schema"] > SCHEMA or given["layout"] > LAYOUT:
+            raise LaterLayout(f"release {given['release']} made the snapshot {name}: restore it with that release")
+        models = {directory: _files_from(files) for directory, files in given["models"].items()}
+        return Snapshot(name, given["made_at"], given["release"], _files_from(given["files"]), models)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
+
+
+def _files_from(given: Mapping[str, Any]) -> dict[str, Saved]:
+    files = {path: Saved(*values) for path, values in given.items()}
+    for path in files:
+        parts = PurePosixPath(path).parts
+        if PurePosixPath(path).is_absolute() or not parts or ".." in parts or parts[0] in NOT_SAVED:
+            raise ValueError(f"{path} is no file of a snapshot")
+    return files
+
+
+def _encode(snapshot: Snapshot) -> bytes:
+    def plain(files: Files) -> dict[str, list[int | str]]:
+        return {path: [one.size, one.mtime_ns, one.sha256] for path, one in files.items()}
+
+    record = {
+        "schema": SCHEMA,
+        "layout": LAYOUT,
+        "release": snapshot.release,
+        "made_at": snapshot.made_at,
+        "files": plain(snapshot.files),
+        "models": {directory: plain(files) for directory, files in snapshot.models.items()},
+    }
+    return json.dumps(record, indent=0).encode()
+
+
+# Restore
+
+
+def restore(
+    data_dir: Path,
+    bucket: Bucket,
+    snapshot: Snapshot,
+    tally: Tally,
+    only: Collection[str] | None = None,
+    *,
+    with_models: bool = False,
+) -> None:
+    """All of it where there are no jobs, or the jobs ``only`` where these are not. May be repeated after a failure.
+
+    ``with_models`` allows models to be written where they were, outside the data directory. Raises JobsAreThere,
+    Conflict, Damaged, BucketRefused.
+    """
+    there = DataDir(data_dir).jobs.accepted()
+    wanted = set(snapshot.jobs if only is None else only)
+    if unknown := wanted - set(snapshot.jobs):
+        raise Conflict(f"the snapshot {snapshot.name} has no job {', '.join(sorted(unknown))}")
+    if mixed := there.keys() & wanted if only is not None else there.keys():
+        raise JobsAreThere(f"{data_dir} already holds {', '.join(sorted(mixed)[:3])}: two histories do not mix")
+    files = {path: one for path, one in snapshot.files.items() if _is_wanted(path, only)}
+    bringing = _Bringing(bucket, tally)
+    for directory, model in snapshot.models.items() if with_models else ():
+        bringing.all_of(Path(directory), model)
+    last = {path for path in files if PurePosixPath(path).name == layout.ACCEPTED}
+    bringing.all_of(data_dir, {path: one for path, one in files.items() if path not in last})
+    bringing.all_of(data_dir, {path: files[path] for path in last})
+
+
+def _is_wanted(path: str, only: Collection[str] | None) -> bool:
+    """With single jobs come environments and models, but nothing that is the other installation's own."""
+    folder, *below = PurePosixPath(path).parts
+    return only is None or (below[0] in only if folder == layout.JOBS else folder in SHARED)
+
+
+@dataclass
+class _Bringing:
+    bucket: Bucket
+    tally: Tally
+    _made: set[Path] = field(default_factory=set)
+
+    def all_of(self, directory: Path, files: Files) -> None:
+        for path in sorted({(directory / name).parent for name in files} - self._made):
+            make_directory(path)
+            self._made.add(path)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for done in [pool.submit(self._bring, directory / name, one) for name, one in files.items()]:
+                done.result()
+        for path in {(directory / name).parent for name in files}:
+            flush_directory(path)
+
+    def _bring(self, path: Path, saved: Saved) -> None:
+        if path.exists():
+            if _digest_of(path) != saved.sha256:
+                raise Conflict(f"{path} is there and differs from the snapshot: move it away")
+            return
+        temporary = path.with_name(temporary_name())
+        digest = hashlib.sha256()
+        try:
+            with temporary.open("xb") as file:
+                for piece in self.bucket.get(saved.object_name):
+                    digest.update(piece)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            if digest.hexdigest() != saved.sha256:
+                raise Damaged(f"{self.bucket.address}: {saved.object_name} is not what was saved; {path} needs it")
+            os.utime(temporary, ns=(saved.mtime_ns, saved.mtime_ns))
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.tally.add(saved.size)
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Prune
+
+
+def prune(bucket: Bucket, keep: int, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Tally:
+    """Remove all but the newest ``keep`` snapshots, and the objects that none of these names."""
+    assert keep >= 1
+    found = names(bucket)
+    needed = set().union(*(read(bucket, name).digests() for name in found[-keep:]))
+    bucket.remove([f"{SNAPSHOTS}/{name}.json" for name in found[:-keep]])
+    tally, doomed = Tally(), list[str]()
+    for entry in bucket.entries(OBJECTS):
+        if PurePosixPath(entry.name).name not in needed and now() - entry.written_at > GRACE:
+            doomed.append(entry.name)
+            tally.add(entry.size_bytes)
+    bucket.remove(doomed)
+    return tally

@@ -1,0 +1,212 @@
+"""Passes a request on to the gateway that holds its episode, so that several stand behind one address.
+
+Rule: a request goes to a gateway of this installation or nowhere: the address comes from Redis, the key was signed
+here, and a request that was passed on once is answered where it came to. Its answer is handed back byte by byte, and
+the gateway that gave it is told whether the client had all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gspo_core.types import EpisodeKey
+from services.gateway.dialects.faults import fault_of
+from services.gateway.requests import dialect_of, key_of
+from services.gateway.streams import fault_reply
+from services.gateway.turns import Refusal, RefusalKind
+from services.process.cancelling import cancel_all
+from services.process.telemetry import get_logger
+from services.state.away import Away
+
+FORWARDED_BY = "x-gspo-forwarded-by"
+TURN = "x-gspo-turn"
+REWARD = "/v1/episode/reward"
+RECEIPT = "/v1/episode/receipt"
+CONNECT_S = 2.0
+# An episode that nobody holds at the moment is looked for so long, and so often.
+SEARCH_S, LOOK_S = 10.0, 0.25
+# Of one connection, not of the whole message.
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
+    | {"upgrade", "host", TURN}
+)
+
+
+class Elsewhere(Protocol):
+    async def address_of(self, key: EpisodeKey) -> str:
+        """Empty where no other gateway holds it. Raises ``Refusal`` where none ever will."""
+        ...
+
+    def forget(self, key: EpisodeKey) -> None: ...
+
+
+def between_gateways() -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        # A turn takes as long as it takes; both gateways show signs of life, or the connection breaks.
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        trust_env=False,
+    )
+
+
+class ForwardingMiddleware:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        name: str,
+        absent: Callable[[str], EpisodeKey | None],
+        neighbours: Elsewhere,
+        http: httpx.AsyncClient,
+        leaving: asyncio.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``absent``: the episode of a right key that is not here, nor has ended here. ``leaving``: nobody waits here
+        any more for an episode that nobody holds."""
+        self._app = app
+        self._name = name
+        self._absent = absent
+        self._neighbours = neighbours
+        self._clock = clock
+        self._http = http
+        self._leaving = leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_asked = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        try:
+            found = await self._elsewhere(scope) if is_asked else None
+        except Refusal as refusal:
+            await _refuse(refusal, scope, receive, send)
+            return
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        episode, address = found
+        try:
+            await _Passing(self._http, address, self._name, scope, receive, send).run()
+        except _NotReached as error:
+            self._neighbours.forget(episode)
+            get_logger().warning("a neighbour did not answer", address=address, error=str(error))
+            away = Refusal(RefusalKind.AWAY, "the gateway of this episode does not answer; ask again")
+            await _refuse(away, scope, receive, send)
+
+    async def _elsewhere(self, scope: Scope) -> tuple[EpisodeKey, str] | None:
+        """Raises ``Refusal`` where it is nowhere, and never will be."""
+        headers = Headers(scope=scope)
+        if FORWARDED_BY in headers:
+            return None
+        until = self._clock() + SEARCH_S
+        while (episode := self._sought(headers)) is not None:
+            with contextlib.suppress(Away):
+                if address := await self._neighbours.address_of(episode):
+                    return episode, address
+            is_taken_anyway = scope["path"] == REWARD  # also for an episode that nobody holds
+            if self._clock() > until or is_taken_anyway or self._leaving.is_set():
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._leaving.wait()
+        return None
+
+    def _sought(self, headers: Headers) -> EpisodeKey | None:
+        try:
+            return self._absent(key_of(headers))
+        except Refusal:
+            return None  # the route says so, in the words of its dialect
+
+
+async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    """In the dialect of the request."""
+    await fault_reply(dialect_of(scope["path"], Headers(scope=scope)), fault_of(refusal), {})(scope, receive, send)
+
+
+class _NotReached(Exception):
+    """Nothing was answered yet."""
+
+
+class _Passing:
+    """One request."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, address: str, name: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._http = http
+        self._address = address
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._headers = [(name, value) for name, value in sent if name not in _HOP_BY_HOP] + [(FORWARDED_BY, name)]
+        self._is_read = asyncio.Event()
+        self._is_gone = False
+        self._turn = ""
+
+    async def run(self) -> None:
+        """Raises ``_NotReached``; an answer that breaks off is broken off for the client too."""
+        gone = asyncio.create_task(self._client_gone(), name="client gone")
+        passing = asyncio.create_task(self._pass_on(), name="passing on")
+        try:
+            await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            await cancel_all([gone, passing])
+            if self._turn:
+                await self._tell(is_delivered=False)
+
+    async def _pass_on(self) -> None:
+        path, query = self._scope["raw_path"].decode("latin-1"), self._scope["query_string"].decode("latin-1")
+        url = f"{self._address}{path.partition('?')[0]}" + (f"?{query}" if query else "")
+        request = self._http.build_request(self._scope["method"], url, headers=self._headers, content=self._body())
+        try:
+            answer = await self._http.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise _NotReached(f"{type(error).__name__}: {error}") from error
+        try:
+            self._turn = answer.headers.get(TURN, "")
+            kept = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _HOP_BY_HOP]
+            await self._send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            async for piece in answer.aiter_raw():
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            await answer.aclose()
+        if self._turn and not self._is_gone:
+            await self._tell(is_delivered=True)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._is_gone = True
+                raise httpx.WriteError("the client is gone")
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body", False):
+                self._is_read.set()
+                return
+
+    async def _client_gone(self) -> None:
+        await self._is_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+
+    async def _tell(self, *, is_delivered: bool) -> None:
+        """The gateway that gave the answer, whether the client has it."""
+        turn, self._turn = self._turn, ""
+        named = {"authorization", "x-api-key", FORWARDED_BY}
+        headers = [(name, value) for name, value in self._headers if name in named]
+        body = {"turn": turn, "delivered": is_delivered}
+        try:
+            await self._http.post(f"{self._address}{RECEIPT}", json=body, headers=headers, timeout=CONNECT_S)
+        except httpx.TransportError as error:  # then it counts as one that the client does not have
+            get_logger().warning("a neighbour was not told of a delivery", address=self._address, error=str(error))

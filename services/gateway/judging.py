@@ -1,0 +1,236 @@
+"""Asks a job's judge for the reward of an episode whose agent has ended without one.
+
+Rule: a judge that is away, overloaded, or answers without a score is asked again for a while; then the attempt has
+failed, with the phase ``judge``. It is never a reward of 0. The judge reads the text of the tokens that were recorded,
+and nothing that it says is a token of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ValidationError
+
+from gspo_core.chat import ChatCodec
+from gspo_core.env import EnvironmentFailed, Llm, Start
+from gspo_core.env.agents import NO_REWARD
+from gspo_core.evidence import JUDGE, gathered
+from gspo_core.json_value import JSON
+from gspo_core.judge_spec import JudgeSpec, NoScore, NoSuchField
+from gspo_core.outbound import AddressRefused
+from gspo_core.told_messages import ShownMessage, messages_in
+from gspo_core.types import NOTHING, Evidence
+from services.episodes.counters import Counters
+from services.episodes.retry import Backoff
+from services.gateway.judge_keys import JudgeKeys, NoKey
+from services.gateway.outbound_http import AWAY, AnswerTooLong, HttpAnswer, OutboundHttp
+from services.gateway.played import PlayedSession
+from services.gateway.reading import read
+from services.gateway.tape import TapedTurn
+from services.workers.setting import EpisodeSetting
+
+PAUSES = Backoff(first_s=1.0, max_s=30.0)
+# What a service asks for with ``Retry-After`` is obeyed up to it.
+MAX_PAUSE_S = 60.0
+MAX_BODY_BYTES = 1 << 20
+# Of a whole prompt. A conversation that is longer loses its middle.
+MAX_CONVERSATION_CHARS = 1 << 19
+MAX_SHOWN_CHARS = 300
+_OVERLOADED = frozenset({408, 409, 425, 429})
+
+
+class _Again(Exception):
+    """Asking again may help. The text says what was wrong."""
+
+    def __init__(self, why: str, pause_s: float | None = None) -> None:
+        super().__init__(why)
+        self.pause_s = pause_s
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(BaseModel):
+    """The part of a chat completion that is read."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    score: float
+    metrics: Mapping[str, float]
+    said: str = ""
+    """The answer from which the score was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """All judges that jobs name. ``pause`` waits."""
+
+    http: OutboundHttp
+    keys: JudgeKeys
+    rng: random.Random
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    async def verdict(self, spec: JudgeSpec, prompt: str, name: str, counters: Counters) -> Verdict:
+        """``name``: the same for each repetition. Raises ``EnvironmentFailed``."""
+        try:
+            headers = self.keys.headers(spec.key, spec.url) | {
+                "Content-Type": "application/json",
+                "Idempotency-Key": name,
+            }
+        except NoKey as error:
+            raise EnvironmentFailed("judge", str(error)) from None
+        began = self.clock()
+        for number in range(spec.retries + 1):
+            counters.add("judge/asked")
+            try:
+                score, usage, said = await self._asked(spec, _body(spec, prompt), headers)
+            except _Again as error:
+                why, pause_s = str(error), error.pause_s
+            else:
+                return Verdict(score, {"judge_s": round(self.clock() - began, 3)} | usage, said)
+            if number < spec.retries:
+                counters.add("judge/asked_again")
+                await self.pause(max(PAUSES.wait_s(number, self.rng.random()), min(pause_s or 0.0, MAX_PAUSE_S)))
+        raise EnvironmentFailed("judge", f"{spec.model} was asked {spec.retries + 1} times: {why}")
+
+    async def _asked(
+        self, spec: JudgeSpec, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[float, dict[str, float], str]:
+        url = f"{spec.url.rstrip('/')}/chat/completions"
+        try:
+            answer = await self.http.post(url, body, headers, timeout_s=spec.timeout_s, most_bytes=MAX_BODY_BYTES)
+        except AWAY as error:
+            raise _Again(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        except AnswerTooLong as error:
+            raise _Again(str(error)) from None
+        except AddressRefused as error:
+            raise EnvironmentFailed("judge", f"{error} (GSPO_OUTBOUND_NETWORKS)") from None
+        return _read(spec, answer)
+
+
+def _body(spec: JudgeSpec, prompt: str) -> bytes:
+    messages: JSON = [{"role": "user", "content": prompt}]
+    return json.dumps({**spec.request, "model": spec.model, "messages": messages}).encode()
+
+
+def _read(spec: JudgeSpec, answer: HttpAnswer) -> tuple[float, dict[str, float], str]:
+    if answer.status != 200:
+        said = answer.body[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "replace")[:MAX_SHOWN_CHARS]
+        why = f"it answered {answer.status}: {said}"
+        if answer.status in _OVERLOADED or answer.status >= 500:
+            raise _Again(why, answer.retry_after_s)
+        raise EnvironmentFailed("judge", f"{spec.model} cannot be asked: {why}")
+    try:
+        completion = _Completion.model_validate_json(answer.body)
+        said = completion.choices[0].message.content or ""
+        score = spec.score(said)
+    except (ValidationError, IndexError):
+        raise _Again("its answer is no chat completion") from None
+    except NoScore as error:
+        raise _Again(str(error)) from None
+    usage = completion.usage or _Usage()
+    metrics: dict[str, float] = {
+        "judge_prompt_tokens": usage.prompt_tokens,
+        "judge_completion_tokens": usage.completion_tokens,
+    }
+    return score, metrics, said
+
+
+class JudgedAgent:
+    """A ``PlayedSession`` whose score is what the judge says."""
+
+    def __init__(
+        self,
+        session: PlayedSession,
+        setting: EpisodeSetting,
+        spec: JudgeSpec,
+        judges: Judges,
+        last_turn: Callable[[], TapedTurn | None],
+        name: str,
+    ) -> None:
+        """``last_turn``: that the agent had. ``name``: of this attempt, where it is judged."""
+        self._session = session
+        self._setting = setting
+        self._spec = spec
+        self._judges = judges
+        self._last_turn = last_turn
+        self._name = name
+        self._verdict = Verdict(0.0, {})
+        self.evidence: Evidence = NOTHING
+        self._evidence_bytes = 0
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {**self._session.metrics, **self._verdict.metrics}
+
+    def keep_evidence(self, most_bytes: int) -> None:
+        self._evidence_bytes = most_bytes
+
+    def offer(self, llm: Llm) -> None:
+        self._session.offer(llm)
+
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
+        return await self._session.start(task, seed)
+
+    async def handed_out(self) -> str:
+        return await self._session.handed_out()
+
+    async def ended(self) -> None:
+        await self._session.ended()
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        """Raises ``EnvironmentFailed``; an agent that never had a turn has no reward."""
+        turn = self._last_turn()
+        if turn is None:
+            raise EnvironmentFailed("score", NO_REWARD)
+        prompt = await self._prompt(turn)
+        self._verdict = await self._judges.verdict(self._spec, prompt, self._name, self._setting.counters)
+        if self._evidence_bytes:
+            self.evidence = gathered([(JUDGE, self._verdict.said)], self._evidence_bytes)
+        return self._verdict.score, {"judge": self._verdict.score}
+
+    async def _prompt(self, turn: TapedTurn) -> str:
+        spec, codec = self._spec, self._setting.codec
+        task: dict[str, JSON] = json.loads(await self._session.handed_out()) if spec.asks_for_task else {}
+        try:
+            return spec.ask(lambda: conversation_of(turn, codec), read(codec, turn.said, ()).text, task)
+        except NoSuchField as error:
+            raise EnvironmentFailed("judge", str(error)) from None
+
+
+def conversation_of(turn: TapedTurn, codec: ChatCodec) -> str:
+    """One message in a line each, as JSON, so that no text can pose as another message."""
+    said = list(turn.said)
+    while said and said[-1] in codec.stop_ids:
+        said.pop()
+    last: ShownMessage = {"role": "assistant", "text": codec.tokenizer.decode(said)}
+    lines = [json.dumps(one, ensure_ascii=False) for one in (*messages_in(turn.prompt, codec.tokenizer), last)]
+    return _within("\n".join(lines))
+
+
+def _within(text: str) -> str:
+    over = len(text) - MAX_CONVERSATION_CHARS
+    if over <= 0:
+        return text
+    head = MAX_CONVERSATION_CHARS // 4
+    return f"{text[:head]}\n[... {over} characters left out ...]\n{text[head + over :]}"

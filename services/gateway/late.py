@@ -1,0 +1,110 @@
+"""Rewards that come after their episode has ended: what is kept of it until then, and the end that they make of it.
+
+Rule: any gateway can take the reward, for all that it needs is in Redis. A reward counts once: whoever is first ends
+the wait, and a token that was taken is known again. What waits too long ends without a reward, or with what its turns
+were paid. It gives no episode a second chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from uuid import uuid4
+
+import msgspec
+
+from gspo_core.codec import decode
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
+from services.episodes.counters import Counters
+from services.episodes.outbox import to_append
+from services.episodes.retry import Retrier
+from services.gateway.answers import turn_number
+from services.gateway.keys import Attempt
+from services.gateway.turns import Refusal, RefusalKind
+from services.state.queue import Bus
+from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
+from services.workers.scoring import in_order
+
+SCHEMA = 1
+# Of turns, while an episode waits: they are kept in one record.
+MAX_REWARDS = 1024
+
+
+class EndedEpisode(msgspec.Struct, frozen=True):
+    """An episode that has ended but for its reward. Nothing of it was paid before: else that would be its reward."""
+
+    stop: StopReason
+    cost: float
+    """Of its length, taken off its reward."""
+    turns: list[int]
+    """Those that can be paid."""
+    schema: int = SCHEMA
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> EndedEpisode:
+        found = msgspec.msgpack.decode(data, type=cls)
+        if found.schema != SCHEMA:
+            raise Refusal(RefusalKind.AWAY, "another release keeps this episode; ask again")
+        return found
+
+    def end(self, last: Segment, posted: Sequence[PostedReward], final: float | None) -> Segment:
+        """The last segment with a reward; without a final one the episode was paid by the turn."""
+        by_turn = {paid.turn: math.fsum(one.value for one in posted if one.turn == paid.turn) for paid in posted}
+        parts = {f"turn/{turn}": value for turn, value in sorted(by_turn.items())}
+        if self.cost:
+            parts["overlong"] = -self.cost
+        reward = math.fsum([final or 0.0, *by_turn.values(), -self.cost])
+        awaiting = last.outcome or Outcome(StopReason.NO_REWARD)
+        outcome = Outcome(self.stop, reward, parts, awaiting.metrics, awaiting.evidence)
+        return replace(last, outcome=outcome, turn_rewards=in_order(by_turn))
+
+
+class LateRewards:
+    """``post`` what came for an episode that no process holds."""
+
+    def __init__(self, bus: Bus, retrier: Retrier, counters: Counters, now: Callable[[], float]) -> None:
+        """``now``: Unix seconds."""
+        self._bus = bus
+        self._retrier = retrier
+        self._counters = counters
+        self._now = now
+
+    async def post(self, key: EpisodeKey, attempt: Attempt, value: float, turn: str, token: str) -> RewardWord:
+        """``PLAYING`` or ``TAKEN``; raises ``Refusal`` otherwise."""
+        name = token or f"-{uuid4().hex}"  # so that a call whose reply was lost is known again
+        keep_trying, counters = self._retrier.keep_trying, self._counters
+        word: RewardWord | AwaitedReward = RewardWord.CHANGED
+        while word is RewardWord.CHANGED:
+            look = partial(self._bus.look_at_reward, epoch=attempt.epoch)
+            word = await keep_trying(look, key, attempt.number, name, self._now())
+            if isinstance(word, AwaitedReward):
+                word = await self._take(key, attempt.number, word, value, turn, name)
+        if word in (RewardWord.LATE, RewardWord.ENDED):
+            counters.add(f"rewards/refused_{word}")
+            why = "the deadline for its reward is over" if word is RewardWord.LATE else "this episode has ended"
+            raise Refusal(RefusalKind.ENDED, why)
+        if word is RewardWord.TAKEN:
+            counters.add("rewards/late")
+        return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
+
+    async def _take(
+        self, key: EpisodeKey, attempt: int, awaited: AwaitedReward, value: float, turn: str, token: str
+    ) -> RewardWord:
+        ended, last = EndedEpisode.decode(awaited.kept), decode(awaited.payload)
+        keep_trying, seen = self._retrier.keep_trying, len(awaited.posted)
+        if not turn:
+            end = to_append(ended.end(last, awaited.posted, value), "")
+            return await keep_trying(self._bus.settle_reward, end, token, seen=seen, now=self._now())
+        number = turn_number(attempt, turn)
+        if number is None or number not in ended.turns:
+            raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+        if seen >= MAX_REWARDS:
+            raise Refusal(RefusalKind.OVER_BUDGET, f"this episode was paid {seen} times since its end: at most that")
+        reward = PostedReward(token, number, value)
+        end = to_append(ended.end(last, [*awaited.posted, reward], None), "")
+        return await keep_trying(self._bus.post_reward, end, reward, seen=seen, now=self._now())

@@ -1,0 +1,41 @@
+"""Leads a request to what answers it, by its exact path and method.
+
+Rule: another spelling of a path is no route: a redirected request loses its body in some clients. A request that is
+refused is answered in the shape of its dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.requests import BodyTooLarge, refused
+from services.gateway.turns import Refusal
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Routing:
+    def __init__(self, posts: Mapping[str, Endpoint], gets: Mapping[str, Endpoint]) -> None:
+        self._by_method = {"POST": posts, "GET": gets, "HEAD": gets}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        answer: ASGIApp
+        try:
+            answer = await self._endpoint(scope["method"], scope["path"])(request)
+        except (HTTPException, Refusal, BodyTooLarge) as error:
+            answer = await refused(request, error)
+        await answer(scope, receive, send)
+
+    def _endpoint(self, method: str, path: str) -> Endpoint:
+        """Raises ``HTTPException``."""
+        endpoint = self._by_method.get(method, {}).get(path)
+        if endpoint is None:
+            is_known = any(path in endpoints for endpoints in self._by_method.values())
+            raise HTTPException(405 if is_known else 404)
+        return endpoint

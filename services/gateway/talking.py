@@ -1,0 +1,221 @@
+"""Turns for keys that just talk: conversations without an episode, recorded as traces and never trained.
+
+Rule: what is answered is on the tape first, as in an episode: exact ids, log-probs, versions. Which conversation a
+request continues is found by its messages; one that is known to none of them here begins a trace. A key is asked for
+at every request, so one that was revoked or is used up is refused at the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn, cast
+
+from gspo_core.chat import ChatCodec
+from gspo_core.codec import decode
+from gspo_core.env import Environment, Session
+from gspo_core.environment_spec import EpisodeLimits
+from gspo_core.types import EpisodeKey, Segment, Split
+from services.episodes.outbox import Outbox
+from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
+from services.gateway.live import Delivery
+from services.gateway.meter import Meter
+from services.gateway.redaction import Redactor, redacted
+from services.gateway.talk_jobs import TalkJob, TalkJobs
+from services.gateway.tape import Tape
+from services.gateway.turns import Ask, Refusal, RefusalKind
+from services.state.away import Away
+from services.state.queue import Append, EpisodeLease, Kept, Snapshot
+from services.state.refusals import Fenced, Full
+from services.state.talks import Keep, Presented, TalkKey, Talks
+from services.workers.setting import Again, EpisodeSetting, Order, Past, Playing
+from services.workers.timings import Timings
+
+# Beyond these the one that was silent longest is let go; if it goes on, that is another trace.
+MAX_CONVERSATIONS = 256
+MAX_TURNS = 1000
+FOREVER = 10**9
+
+
+class TraceRecords:
+    """The records of one conversation, as an episode's are kept."""
+
+    def __init__(
+        self, talks: Talks, key: str, user: str, keep: Keep, codec: ChatCodec, redact: Redactor | None
+    ) -> None:
+        self._talks, self._key, self._user, self._keep = talks, key, user, keep
+        self._codec, self._redact = codec, redact
+
+    async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
+        """What else is kept lives as long as this process."""
+        given = [one for one in appends if isinstance(one, Append)]
+        if not given:
+            return
+        segments = [decode(one.payload) for one in given]
+        tokens = sum(segment.num_actions for segment in segments)
+        engine_s = sum(segment.spent.engine_s for segment in segments if segment.spent is not None)
+        payloads, trace = [one.payload for one in given], given[0].key.group
+        if self._redact is not None:
+            payloads = await redacted(segments, self._codec, self._redact)
+        await self._talks.record(
+            job, self._key, trace, self._user, payloads, tokens=tokens, s=engine_s, keep=self._keep
+        )
+
+    async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
+        raise RuntimeError("a conversation is kept with its turns")
+
+    async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
+        return None
+
+    async def read_episode(self, key: EpisodeKey) -> list[bytes]:
+        return []
+
+    async def restart(self, key: EpisodeKey, token: str, attempt: int, kept: Sequence[Append] = ()) -> None:
+        raise RuntimeError("a conversation does not begin again")
+
+    async def await_reward(self, token: str, end: Append, kept: bytes, deadline: float) -> None:
+        raise RuntimeError("a conversation has no reward")
+
+
+class _Nobody:
+    """Drives a conversation: whoever asks does."""
+
+    def begin(
+        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+    ) -> Playing:
+        raise RuntimeError("a conversation has no attempts")
+
+    async def resume(self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]) -> Again:
+        raise RuntimeError("a conversation has no attempts")
+
+
+class Talking:
+    """The ``Turns`` of keys that begin with ``tk_``."""
+
+    def __init__(
+        self,
+        talks: Talks,
+        jobs: TalkJobs,
+        keep: Keep,
+        now: Callable[[], float],
+        model_names: Sequence[str] = ("policy",),
+        redact: Redactor | None = None,
+    ) -> None:
+        """``now``: Unix seconds. ``redact``: through which all text goes before it is stored."""
+        self._talks = talks
+        self._jobs = jobs
+        self._keep = keep
+        self._now = now
+        self._model_names = tuple(model_names)
+        self._redact = redact
+        self._conversations: OrderedDict[int, tuple[str, AgentEpisode]] = OrderedDict()
+        """By trace, each with its key; the one that was silent longest first."""
+
+    async def ask(self, key: str, ask: Ask) -> Delivery:
+        presented, _ = await self._known(key, num_turns=1)
+        job = await self._jobs.get(presented.job)
+        conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
+        return await conversation.ask(ask)
+
+    async def count_tokens(self, key: str, ask: Ask) -> int:
+        presented, _ = await self._known(key)
+        job = await self._jobs.get(presented.job)
+        return (self._continued(presented.id, ask) or self._conversation(presented, job, "")).count_tokens(ask)
+
+    async def model_names(self, key: str) -> tuple[str, ...]:
+        await self._known(key)
+        return self._model_names
+
+    async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
+        self._no_episode()
+
+    async def finish(self, key: str) -> None:
+        self._no_episode()
+
+    async def close(self) -> None:
+        """Whoever waits is told to ask again."""
+        for _, conversation in self._conversations.values():
+            await conversation.abandon()
+        self._conversations.clear()
+        await self._jobs.close()
+
+    async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKey]:
+        presented = Presented.read(key)
+        try:
+            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns)
+        except Fenced:
+            found = None
+        except Full as full:
+            raise Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {full.detail}") from None
+        except Away:
+            raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
+        if presented is None or found is None:
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
+        if found.expires_at is not None and found.expires_at < self._now():
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
+        return presented, found
+
+    def _continued(self, key: str, ask: Ask) -> AgentEpisode | None:
+        for trace, (owner, conversation) in reversed(self._conversations.items()):
+            if owner == key and len(conversation.history.entries) < MAX_TURNS and conversation.knows(ask):
+                self._conversations.move_to_end(trace)
+                return conversation
+        return None
+
+    def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
+        conversation = self._conversation(presented, job, user)
+        self._conversations[conversation.key.group] = presented.id, conversation
+        if len(self._conversations) > MAX_CONVERSATIONS:
+            _, (_, oldest) = self._conversations.popitem(last=False)
+            asyncio.get_running_loop().create_task(oldest.abandon())
+        return conversation
+
+    def _conversation(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
+        jobs, records = self._jobs, self._records(presented.id, user, job.codec)
+        setting = EpisodeSetting(
+            driver=_Nobody(),
+            codec=job.codec,
+            policy=job.policy,
+            outbox=Outbox(records, job.id, "", jobs.retrier),
+            records=records,
+            token="",
+            retrier=jobs.retrier,
+            counters=jobs.counters,
+            clock=jobs.clock,
+            leaving=job.leaving,
+        )
+        order = _order(job, EpisodeKey(job.id, secrets.randbits(48), 0))
+        if self._redact is not None:  # it sees whole turns, so they are sampled whole
+            order = replace(order, chunk_tokens=order.max_turn_tokens)
+        tape = Tape(order.key, 0, order.temperature)
+        meter = Meter(Timings(), jobs.counters, jobs.clock)
+        most = STOP_CHUNK_TOKENS if self._redact is None else order.max_turn_tokens
+        return AgentEpisode(setting, order, tape, meter, self._now, most)
+
+    def _records(self, key: str, user: str, codec: ChatCodec) -> TraceRecords:
+        return TraceRecords(self._talks, key, user, self._keep, codec, self._redact)
+
+    def _no_episode(self) -> NoReturn:
+        raise Refusal(RefusalKind.INVALID, "this key just talks: it has no episode to be rewarded or finished")
+
+
+def _order(job: TalkJob, key: EpisodeKey) -> Order:
+    spec, context = job.spec, job.context_tokens
+    lease = EpisodeLease(key, 0, 0, Split.TRAIN, task_index=0, environment=0, group_size=1)
+    return Order(
+        lease=lease,
+        environment=cast(Environment, None),  # there is none, and nobody asks for it
+        limits=EpisodeLimits(
+            max_turns=FOREVER, max_tool_calls=FOREVER, max_episode_tokens=FOREVER, episode_timeout_s=FOREVER
+        ),
+        seed=0,
+        temperature=spec.sampling.temperature,
+        broken_reward=0.0,
+        max_turn_tokens=spec.sampling.max_new_tokens,
+        max_context_tokens=context,
+        chunk_tokens=spec.rollout.chunk_tokens,
+        model_context_tokens=context,
+    )

@@ -1,0 +1,121 @@
+"""What is visible behind a wall: the system's programs, the interpreter, code, and what the operator adds.
+
+Rule: a list of what is shown. Of a folder of code, names that begin with a dot stay hidden (``.env``, ``.git``), and
+so do the places that hold what is ours. A folder that is everyone's (a home, ``/tmp``, the root) is never shown whole:
+of an environment there, only its file is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.hosts.walls.filesystem import Entry, How
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("alternatives", "ca-certificates", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types")
+_ETC_TOO = ("nsswitch.conf", "pki", "protocols", "services", "ssl", "timezone")
+# With the network only.
+_NAMES = ("/etc/hosts", "/etc/resolv.conf")
+# A folder with more hidden names is somebody's home, whatever it is called.
+_MOST_HIDDEN = 500
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What code needs to see."""
+
+    python: str
+    code: Sequence[str] = ()
+    """Folders on its search path."""
+    files: Sequence[str] = ()
+    """Files of code that are named by their path."""
+    readable: Sequence[str] = ()
+    writable: Sequence[str] = ()
+    hidden: Sequence[str] = ()
+    network: bool = False
+
+
+def entries(shown: Shown) -> list[Entry]:
+    """In the order in which they are laid over each other: what lies deeper comes later."""
+    code = [folder for folder in _code_folders(shown) if not _is_everyones(folder)]
+    found: dict[str, How] = {}
+    for path in _existing(_system(shown.network)):
+        found[path] = How.LINK if path in _SYSTEM and os.path.islink(path) else How.SYSTEM
+    for path in _existing((*_interpreter(shown.python), *code, *shown.files, *shown.readable)):
+        found.setdefault(path, How.READ)
+    for path in (*_dotted(code), *_existing(shown.hidden)):
+        found.setdefault(path, How.EMPTY)
+    for path in _existing(shown.writable):
+        found[path] = How.WRITE
+    laid = _where_links_lead(found)
+    return sorted(((how, path) for path, how in laid.items()), key=lambda entry: (entry[1].count("/"), entry[1]))
+
+
+def _where_links_lead(found: Mapping[str, How]) -> dict[str, How]:
+    """Nothing can be laid over a link that a folder shows, such as ``.venv`` in a project: what it leads to is shown
+    where that lies, and the link leads there."""
+    folders = [path for path, how in found.items() if how not in (How.EMPTY, How.LINK) and os.path.isdir(path)]
+    moved = {path: real for path in found if (real := _behind_a_link(path, folders)) is not None}
+    kept = {path: how for path, how in found.items() if path not in moved}
+    for path, real in moved.items():
+        how = found[path]
+        if real not in kept or how == How.WRITE or (how != How.EMPTY and kept[real] == How.EMPTY):
+            kept[real] = how
+    return kept
+
+
+def _behind_a_link(path: str, folders: Sequence[str]) -> str | None:
+    """Where ``path`` lies, if there is a link on the way to it from one of the folders."""
+    real = os.path.realpath(path)
+    above = (folder for folder in folders if path.startswith(f"{folder}/"))
+    behind = any(real != os.path.join(os.path.realpath(folder), os.path.relpath(path, folder)) for folder in above)
+    return real if behind else None
+
+
+def _system(network: bool) -> Iterator[str]:
+    yield from _SYSTEM
+    yield from (f"/etc/{name}" for name in (*_ETC, *_ETC_TOO))
+    if network:
+        yield from _NAMES
+
+
+def _interpreter(python: str) -> Iterator[str]:
+    """The folders that it and its standard library lie in."""
+    for executable in (Path(python), Path(os.path.realpath(python))):
+        prefix = executable.absolute().parent.parent
+        if prefix != Path("/"):
+            yield str(prefix)
+    if os.path.realpath(python) == os.path.realpath(sys.executable):
+        yield from (sys.prefix, sys.base_prefix)
+
+
+def _code_folders(shown: Shown) -> list[str]:
+    beside = [str(Path(file).absolute().parent) for file in shown.files]
+    return list(dict.fromkeys((*shown.code, *beside, os.getcwd())))
+
+
+def _is_everyones(folder: str) -> bool:
+    """The root, a home, the folder for temporary files, or one that holds such a folder."""
+    given = Path(folder)
+    shared = (Path("/"), Path.home(), Path(tempfile.gettempdir()), Path("/root"), Path("/home"), Path("/tmp"))  # noqa: S108
+    return any(given == one or given in one.parents for one in shared)
+
+
+def _dotted(folders: Iterable[str]) -> Iterator[str]:
+    for folder in folders:
+        names = [name for name in os.listdir(folder) if name.startswith(".")] if os.path.isdir(folder) else []
+        paths = [os.path.join(folder, name) for name in names[:_MOST_HIDDEN]]
+        # A link shows no more than is shown where it leads.
+        yield from (path for path in paths if not os.path.islink(path))
+
+
+def _existing(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        absolute = os.path.abspath(path)
+        if os.path.exists(absolute) and absolute != "/":
+            yield absolute

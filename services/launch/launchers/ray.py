@@ -1,0 +1,87 @@
+"""``gspo launch ray``: runs the stack on a Ray cluster that exists, until its job is over or until told to leave.
+
+Rule: the cluster needs this checkout, its Python and the data directory under the same paths on every node, and nothing
+that this command started is left when it ends. Ray itself is an extra (``gspo[ray]``), imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import uuid
+from pathlib import Path
+
+from gspo_core.cli.command import CommandError
+from services.files.data_dir import DataDir
+from services.launch import placement_options, ports_option
+from services.launch.crew_run import Submission
+from services.launch.crew_run import run as run_crew
+from services.launch.engine_command import EngineCommand
+from services.launch.installation import Installation
+from services.launch.placement import Member, PlacementError, described, place
+from services.launch.placement_options import check_engine, check_kind, chosen_engine, cluster_wanted
+from services.launch.topology import Site
+
+HELP = "run the stack on a Ray cluster"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", default="auto", help="of the cluster (default: the one of this machine)")
+    placement_options.add_whole(parser)
+    parser.add_argument("--ports", default=ports_option.DEFAULT, help="Redis, API, gateway, engines, trainers")
+    parser.add_argument("--plan", action="store_true", help="print what would run where, and start nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises CommandError."""
+    try:
+        members = place(cluster_wanted(arguments), Site.BATCH)
+        check_kind(arguments, has_keys=True)
+        engine = None if arguments.plan else chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True)
+        if not arguments.plan:
+            check_engine(engine, members)
+    except PlacementError as error:
+        raise CommandError(str(error)) from error
+    if arguments.plan:
+        print(described(members, nodes=arguments.nodes))
+        return 0
+    if importlib.util.find_spec("ray") is None:
+        raise CommandError("Ray is not installed: pip install -e '.[ray]'")
+    return _on_ray(arguments, members, engine)
+
+
+def _on_ray(arguments: argparse.Namespace, members: tuple[Member, ...], engine: EngineCommand | None) -> int:
+    try:
+        import ray
+
+        from services.launch.ray_places import RayPlace
+    except ImportError as error:
+        raise CommandError(f"Ray cannot be imported ({error}): pip install -e '.[ray]'") from error
+    from services.state.server import RedisUnsuitable, find_binary
+
+    data_dir = DataDir(Path(arguments.data_dir).absolute())
+    folder = Path.cwd()
+    # Actors import this tree, wherever the workers of the cluster stand. Those without GPUs see none: of itself Ray
+    # would leave them all of their node's.
+    variables = {"env_vars": {"PYTHONPATH": str(folder), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
+    try:
+        ray.init(address=arguments.address, log_to_driver=False, runtime_env=variables)
+        with RayPlace(members, data_dir, folder) as places:
+            installation = Installation(
+                members=members,
+                hosts=tuple(places.addresses()),
+                data_dir=data_dir,
+                model=arguments.model,
+                python=sys.executable,
+                redis_server=str(find_binary().path),
+                ports=ports_option.read(arguments.ports),
+                engine=engine,
+            )
+            key = arguments.key or f"ray-{uuid.uuid4().hex}"
+            submission = Submission(Path(arguments.job).absolute(), key) if arguments.job else None
+            return run_crew(installation, places, submission)
+    except (ConnectionError, TimeoutError, RedisUnsuitable) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        ray.shutdown()

@@ -1,0 +1,211 @@
+"""The options of ``gspo up`` and ``gspo launch PLACE`` that say how many processes there are, and what an engine is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterable
+
+from gspo_core.cli.command import CommandError
+from services.launch import engine_command
+from services.launch.engine_command import BadEngineCommand, EngineCommand
+from services.launch.placement import Member, PlacementError, Wanted, parse_gpus
+from services.launch.topology import ENGINE, PROCESSES, Share
+
+NO_KEYED_VLLM = (
+    "--vllm is for engines on loopback without a key: vLLM takes the calls that pause it and change its weights from "
+    "whoever reaches its port, its own key does not guard them. Take --sglang, or for gspo up unset GSPO_ENGINE_KEYS"
+)
+
+
+def add_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trainers", type=int, default=1, help="jobs that train at the same time (default: 1)")
+    parser.add_argument("--engines", type=int, help="number of engines (default: one a GPU, or one a node)")
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        default=(),
+        metavar="ROLE:GPUS",
+        help="which GPUs are whose: trainer:0-3 engines:4-7, on several nodes trainer:0/0-7 engines:1-3/0-7",
+    )
+    parser.add_argument("--rollout-workers", type=int, default=1, help="rollout processes on each node (default: 1)")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sglang",
+        nargs="?",
+        const="",
+        metavar="ARGS",
+        help="sample with SGLang, given further arguments: --sglang='--mem-fraction-static 0.5'",
+    )
+    parser.add_argument(
+        "--sglang-python", metavar="PYTHON", help="Python that has SGLang (default: .venv-sglang, or the one on PATH)"
+    )
+    parser.add_argument(
+        "--vllm",
+        nargs="?",
+        const="",
+        metavar="ARGS",
+        help="sample with vLLM, given further arguments: --vllm='--gpu-memory-utilization 0.5' (gspo up only)",
+    )
+    parser.add_argument(
+        "--vllm-python", metavar="PYTHON", help="Python that has vLLM (default: .venv-vllm, or the one on PATH)"
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="COMMAND",
+        help="sample with this engine; {model}, {host}, {port}, {gpus} and {config} (file of its keys) are filled in",
+    )
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """What a batch system or a cluster wants to know."""
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes that train together (default: 1)")
+    parser.add_argument(
+        "--trainer-ranks",
+        type=int,
+        default=1,
+        help="trainer ranks on each of them where there are no GPUs (default: 1)",
+    )
+    for option, form in (("--cpus", "N"), ("--memory", "SIZE")):
+        parser.add_argument(
+            option,
+            nargs="+",
+            default=(),
+            metavar=f"KIND={form}",
+            help=f"for each process of a kind, or each of its GPUs: engine={'8' if form == 'N' else '64G'}",
+        )
+
+
+def add_whole(parser: argparse.ArgumentParser) -> None:
+    """All options of an installation on a cluster."""
+    parser.add_argument("--data-dir", required=True, help="directory that all nodes share")
+    parser.add_argument("--model", required=True, help="model that the engines start with, on every node")
+    parser.add_argument("--job", metavar="FILE", help="submit this job; all ends with it")
+    parser.add_argument("--key", help="the job's idempotency key (default: a fresh one)")
+    add_counts(parser)
+    add_engine(parser)
+    add_cluster(parser)
+
+
+def cluster_wanted(arguments: argparse.Namespace) -> Wanted:
+    """Raises CommandError."""
+    try:
+        return Wanted(
+            nodes=arguments.nodes,
+            gpus_per_node=arguments.gpus_per_node,
+            trainers=arguments.trainers,
+            engines=arguments.engines,
+            trainer_nodes=arguments.trainer_nodes,
+            trainer_ranks=arguments.trainer_ranks,
+            rollout_workers=arguments.rollout_workers,
+            gpus=parse_gpus(arguments.gpus),
+            shares=_shares(arguments.cpus, arguments.memory),
+        )
+    except PlacementError as error:
+        raise CommandError(str(error)) from error
+
+
+def _shares(cpus: list[str], memory: list[str]) -> dict[str, Share]:
+    """Raises PlacementError."""
+    known = {one.name: one.share for one in PROCESSES}
+    wanted_cpus, wanted_memory = _by_kind(cpus, known, "--cpus"), _by_kind(memory, known, "--memory")
+    return {
+        kind: Share(
+            int(wanted_cpus.get(kind, share.cpus)),
+            megabytes(wanted_memory[kind]) if kind in wanted_memory else share.memory_mb,
+        )
+        for kind, share in known.items()
+    }
+
+
+def _by_kind(words: list[str], known: dict[str, Share], option: str) -> dict[str, str]:
+    found = {}
+    for word in words:
+        kind, _, value = word.partition("=")
+        if kind not in known or not value[:1].isdecimal() or (option == "--cpus" and not value.isdecimal()):
+            raise PlacementError(f"{option} {word}: say KIND=NUMBER, with KIND one of {', '.join(sorted(known))}")
+        if not value.strip("0MGTmgt"):
+            raise PlacementError(f"{option} {word}: a process needs some")
+        found[kind] = value
+    return found
+
+
+def megabytes(text: str) -> int:
+    """``64G`` or ``800M``, as Slurm writes it; a bare number is megabytes. Raises PlacementError."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "M")
+    if not number.isdecimal() or unit not in "MGT":
+        raise PlacementError(f"{text!r} is no amount of memory: say 800M, 64G or 1T")
+    return int(number) * {"M": 1, "G": 1024, "T": 1024**2}[unit]
+
+
+def check_engine(engine: EngineCommand | None, members: Iterable[Member]) -> None:
+    """Raises PlacementError where the embedded engine would get GPUs that it does not use."""
+    wide = [one for one in members if one.process is ENGINE and len(one.devices) > 1]
+    if engine is None and wide:
+        raise PlacementError(
+            f"{wide[0].name} would have {len(wide[0].devices)} GPUs, and the embedded engine computes on one: drop "
+            f"--engines, which gives each engine one, or take --sglang"
+        )
+
+
+def check_kind(arguments: argparse.Namespace, *, has_keys: bool) -> None:
+    """Raises CommandError for a kind of engine that is known and cannot be had."""
+    if arguments.vllm is not None and has_keys:
+        raise CommandError(NO_KEYED_VLLM)
+
+
+def chosen_engine(
+    arguments: argparse.Namespace,
+    *,
+    on_gpu: bool,
+    has_keys: bool,
+    filled: Collection[str] = engine_command.FILLED,
+) -> EngineCommand | None:
+    """None for the embedded engine. ``filled``: the words in braces of which the launcher knows the value.
+
+    Raises CommandError.
+    """
+    check_kind(arguments, has_keys=has_keys)
+    kinds = [f"--{name}" for name in ("sglang", "vllm", "engine") if getattr(arguments, name) is not None]
+    if len(kinds) > 1:
+        raise CommandError(f"{kinds[0]} and {kinds[1]} both say what an engine is: give one of them")
+    for option, name in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        if getattr(arguments, f"{option}_python") is not None and getattr(arguments, option) is None:
+            raise CommandError(f"--{option}-python says where {name} is, and only --{option} starts it: give both")
+    try:
+        if arguments.engine is not None:
+            return engine_command.given(arguments.engine, filled=filled)
+        if arguments.vllm is not None:
+            return _vllm(arguments, on_gpu=on_gpu)
+        return None if arguments.sglang is None else _sglang(arguments, on_gpu=on_gpu, has_keys=has_keys)
+    except BadEngineCommand as error:
+        raise CommandError(str(error)) from error
+
+
+def _sglang(arguments: argparse.Namespace, *, on_gpu: bool, has_keys: bool) -> EngineCommand:
+    """Raises CommandError, BadEngineCommand."""
+    further = engine_command.further_words("--sglang", arguments.sglang)
+    python = engine_command.find_sglang(arguments.sglang_python)
+    if python is None:
+        raise _without_python("sglang", "SGLang", arguments.sglang_python)
+    return engine_command.sglang(further, python=python, on_gpu=on_gpu, has_keys=has_keys)
+
+
+def _vllm(arguments: argparse.Namespace, *, on_gpu: bool) -> EngineCommand:
+    """Raises CommandError, BadEngineCommand."""
+    further = engine_command.further_words("--vllm", arguments.vllm)
+    python = engine_command.find_vllm(arguments.vllm_python)
+    if python is None:
+        raise _without_python("vllm", "vLLM", arguments.vllm_python)
+    return engine_command.vllm(further, python=python, on_gpu=on_gpu)
+
+
+def _without_python(option: str, name: str, given: str | None) -> CommandError:
+    found = f"{given} is not there" if given else "none was found"
+    return CommandError(
+        f"--{option} needs a Python that has {name}, and {found}: install {name} into a virtual environment of its "
+        f"own and name that one's Python with --{option}-python (on a CPU, make {option}-cpu does it)"
+    )

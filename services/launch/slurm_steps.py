@@ -1,0 +1,111 @@
+"""Members of an installation as steps of a Slurm allocation.
+
+Rule: a member is asked to leave by a signal to its step. ``srun`` passes no signal on: it answers SIGTERM by killing
+its task. Slurm gives each step CPUs, memory and GPUs of its own out of the allocation, and so chooses which of a node's
+GPUs these are. Runs where the batch script runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from services.files.data_dir import DataDir
+from services.launch.placement import Member
+from services.process.children import die_with_parent
+
+# What the allocation asked for; a step asks for its own part.
+_OF_THE_ALLOCATION = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_TRES_PER")
+COMMAND_S = 30.0
+
+
+class SlurmSteps:
+    def __init__(self, nodes: Sequence[str], data_dir: DataDir, more: Sequence[str] = ()) -> None:
+        """``nodes``: their names in Slurm. ``more``: further options of ``srun``."""
+        self._nodes = nodes
+        self._data_dir = data_dir
+        self._more = more
+
+    def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> Step:
+        argv = [
+            "srun",
+            f"--job-name={member.name}",
+            f"--nodelist={self._nodes[member.node]}",
+            *("--nodes=1", "--ntasks=1", "--exact", "--mpi=none", "--input=none", "--open-mode=append"),
+            f"--cpus-per-task={member.cpus}",
+            f"--mem={member.memory_mb}M",
+            f"--gres=gpu:{len(member.devices)}" if member.devices else "--gres=none",
+            f"--output={self._data_dir.log_of(member.name)}",
+            *self._more,
+            *command,
+        ]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_ALLOCATION)}
+        srun = subprocess.Popen(
+            argv,
+            env={**inherited, **environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        return Step(member.name, srun)
+
+
+class Step:
+    def __init__(self, name: str, srun: subprocess.Popen[bytes]) -> None:
+        self._name = name
+        self._srun = srun
+
+    def poll(self) -> int | None:
+        return self._srun.poll()
+
+    def ask_to_leave(self) -> None:
+        if not self._signal("TERM"):
+            self._srun.terminate()  # it has not begun
+
+    def kill(self) -> None:
+        self._signal("KILL")
+        self._srun.kill()
+        self._srun.wait()
+
+    def _signal(self, name: str) -> bool:
+        """Whether there was a step to signal. By way of the controller: else Slurm 22.05 reports an error in a larger
+        allocation, after it has signalled more than once."""
+        if (step := self._number()) is None:
+            return False
+        command = ["scancel", "--ctld", f"--signal={name}", step]
+        subprocess.run(command, timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL)
+        return True
+
+    def _number(self) -> str | None:
+        """``JOB.STEP``, from the list of the steps that run."""
+        listed = subprocess.run(
+            ["squeue", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--noheader", "--format=%i|%j"],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        steps = [line.strip().split("|", 1) for line in listed.stdout.splitlines() if "|" in line]
+        return next((number for number, name in steps if name == self._name), None)
+
+
+def node_names() -> list[str]:
+    """Of the allocation that we run in."""
+    return _asked("hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+
+
+def addresses(nodes: Sequence[str]) -> list[str]:
+    """Under which Slurm itself reaches each node: its name alone may mean nothing on another machine."""
+    found = []
+    for node in nodes:
+        fields = dict(word.split("=", 1) for word in _asked("node", node, "--oneliner").split() if "=" in word)
+        found.append(fields.get("NodeAddr", node))
+    return found
+
+
+def _asked(what: str, name: str, *options: str) -> str:
+    done = subprocess.run(
+        ["scontrol", "show", what, name, *options], capture_output=True, text=True, timeout=COMMAND_S, check=True
+    )
+    return done.stdout

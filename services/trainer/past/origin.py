@@ -1,0 +1,86 @@
+"""Begins a forked job where its parent stood, and feeds jobs what they were brought: batches of a parent, or recorded
+episodes.
+
+Rule: the state that a child begins with becomes a checkpoint of epoch 0, before any trainer of its own; from there on
+it is recovered like any other job. What has to be trained again to get there is trained with the parent's settings, in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gspo_core.log.batches import LoggedBatch
+from gspo_core.log.lineage import Lineage
+from gspo_core.replay.past import Past, PastError
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
+from services.process.children import die_with_parent
+from services.process.telemetry import get_logger
+from services.trainer.telling.failure import JobFailure
+
+
+def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
+    """Write the checkpoint that a fork begins with, unless it has one. Raises JobFailure, OSError."""
+    if spec.parent is None or checkpoints.positions():
+        return
+    step, past = spec.parent.step, Past(job.origin.path)
+    try:
+        start, way = past.way_to(step)
+        if start is None and not way and past.origin is None:  # it begins with the model, as its parent did
+            return
+        if start is not None and not way:
+            source = past.learner_dir(start)
+            _write(checkpoints, step, past.lineage(start), source)
+            return
+        with tempfile.TemporaryDirectory(prefix="gspo-fork-") as folder:
+            state = Path(folder) / "state"
+            lineage = _replayed(job.origin.path, step, state)
+            _write(checkpoints, step, lineage, state)
+    except PastError as error:
+        raise JobFailure("data_damaged", f"what was brought of {spec.parent.job} is damaged: {error}") from error
+    get_logger().info("forked", parent=spec.parent.job, step=step, steps_trained_again=len(way))
+
+
+def _write(checkpoints: CheckpointStore, step: int, lineage: Lineage, state: Path) -> None:
+    checkpoints.write(Position(0, step), lineage, lambda directory: _copy(state, directory))
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+
+
+def _replayed(origin: Path, step: int, state: Path) -> Lineage:
+    argv = [sys.executable, "-P", "-m", "gspo_core.replay.state_process", str(origin), str(step), str(state)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
+        raise PastError(said[-1])
+    return Lineage.from_dict(json.loads(done.stdout))
+
+
+def fed_batches(job: JobDir, spec: JobSpec, after_step: int) -> Iterator[LoggedBatch]:
+    """What the job was brought to be trained on after ``after_step``: its parent's batches, or recorded episodes.
+
+    Raises JobFailure.
+    """
+    if spec.recorded is not None:
+        past, step = Past(job.recorded.path), after_step
+    elif spec.parent is not None and spec.parent.same_batches:
+        past, step = Past(job.origin.path), max(after_step, spec.parent.step)
+    else:
+        return
+    while step < spec.steps and step + 1 in past.batches:
+        step += 1
+        try:
+            yield past.whole_batch(step)
+        except PastError as error:
+            raise JobFailure("data_damaged", f"what it was brought to be trained on: {error}") from error

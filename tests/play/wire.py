@@ -1,0 +1,83 @@
+"""What went over the wire: each request as it reached the gateway, and the turn that answered it.
+
+Rule: it reads along and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.play.players.scenario import MARK
+
+# The id of a turn stands at the beginning of its answer, in every dialect.
+_NUM_READ = 4096
+_TURN = re.compile(rb"turn-\d+-(\d+)")
+_TEXTS = ("instructions", "system", "messages", "input")
+_MOST = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_MARK = re.compile(MARK)
+
+
+@dataclass
+class Request:
+    sent: bytearray = field(default_factory=bytearray)
+    answered: bytearray = field(default_factory=bytearray)
+
+    @property
+    def turn(self) -> int | None:
+        """Its number; None where there was no answer."""
+        found = _TURN.search(bytes(self.answered))
+        return None if found is None else int(found[1])
+
+    @property
+    def marks(self) -> list[str]:
+        """Of the texts that agents wrote, in the order of the conversation."""
+        body = self._body
+        return [mark for name in _TEXTS for text in _strings(body.get(name)) for mark in marks_in(text)]
+
+    @property
+    def stops(self) -> Sequence[str]:
+        given = self._body.get("stop") or self._body.get("stop_sequences") or ()
+        return (given,) if isinstance(given, str) else given
+
+    @property
+    def max_tokens(self) -> int | None:
+        return next((self._body[name] for name in _MOST if self._body.get(name) is not None), None)
+
+    @property
+    def _body(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.sent)
+        return body
+
+
+def marks_in(text: str) -> list[str]:
+    return _MARK.findall(text)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+async def overheard(app: ASGIApp, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+    async def receive_too() -> Message:
+        message = await receive()
+        request.sent += message.get("body", b"")
+        return message
+
+    async def send_too(message: Message) -> None:
+        request.answered += message.get("body", b"")[: _NUM_READ - len(request.answered)]
+        await send(message)
+
+    await app(scope, receive_too, send_too)

@@ -1,0 +1,121 @@
+"""What compose itself makes of docker-compose.yml: no GPU has two owners, and nothing that was told is ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UNPACKED = ROOT / ".make" / "compose" / "usr" / "libexec" / "docker" / "cli-plugins" / "docker-compose"
+WALL = "deploy/wall.yml"
+GPU = ("--env-file", "deploy/gpu.env", "--profile", "gpu")
+
+
+def found_compose() -> list[str] | None:
+    """Unpacked by `make test-compose`, or the plugin of this machine's docker."""
+    if UNPACKED.exists():
+        return [str(UNPACKED)]
+    docker = shutil.which("docker")
+    if docker is None:
+        return None
+    asked = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
+    return [docker, "compose"] if asked.returncode == 0 else None
+
+
+COMPOSE = found_compose()
+pytestmark = pytest.mark.skipif(COMPOSE is None, reason="run by `make test-compose`, which fetches compose")
+
+
+def config(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    assert COMPOSE is not None
+    return subprocess.run(
+        [*COMPOSE, *options, "config", "--format", "json"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def services(*options: str, **variables: str) -> dict[str, Any]:
+    done = config(*options, **variables)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    return found
+
+
+def owners(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A GPU and the container that may use it: all of these see all GPUs, and are told which are theirs."""
+    for name, service in found.items():
+        deploy = service.get("deploy", {})
+        if deploy.get("resources", {}).get("reservations", {}).get("devices"):
+            for number in range(deploy.get("replicas", 1)):
+                for gpu in service["environment"]["CUDA_VISIBLE_DEVICES"].split(","):
+                    yield gpu, f"{name}-{number + 1}"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "gpus"),
+    [
+        ((), {}, 0),
+        (("--profile", "observability"), {}, 0),
+        (("--profile", "gpu"), {}, 2),
+        (GPU, {}, 2),
+        ((*GPU, "--profile", "observability"), {}, 2),
+        (GPU, {"TRAINER_DEVICES": "0,1", "SGLANG_DEVICES": "2,3", "SGLANG_TP": "2"}, 4),
+        (GPU, {"TRAINER_DEVICES": "0,1,2,3,4,5,6", "SGLANG_DEVICES": "7"}, 8),
+    ],
+)
+def test_no_gpu_is_given_twice(options: tuple[str, ...], variables: dict[str, str], gpus: int) -> None:
+    given = list(owners(services(*options, **variables)))
+    assert len(given) == gpus
+    assert len({gpu for gpu, _ in given}) == len(given), given
+
+
+def test_the_trainer_has_a_process_for_each_of_its_gpus_and_the_engine_its_arguments() -> None:
+    found = services(*GPU, TRAINER_DEVICES="0,1", SGLANG_ARGS="--mem-fraction-static 0.5", SGLANG_TP="2")
+    assert "--nproc-per-node=gpu" in found["trainer-gpu"]["command"]
+    assert found["sglang"]["command"][-3:] == ["--config=/secrets/sglang.yaml", "--mem-fraction-static", "0.5"]
+    assert "--tp=2" in found["sglang"]["command"]
+    assert found["engine"]["deploy"]["replicas"] == found["trainer"]["deploy"]["replicas"] == 0
+
+
+@pytest.mark.parametrize("options", [(), GPU])
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"TRAINER_GPUS": "2"}, "TRAINER_GPUS is no longer read, say TRAINER_DEVICES=0,1"),
+        ({"SGLANG_GPUS": "1"}, "SGLANG_GPUS is no longer read, say SGLANG_DEVICES=1,2"),
+        ({"CPU_REPLICAS": "2"}, "engine as container name must be unique"),
+    ],
+)
+def test_what_earlier_releases_read_and_what_cannot_be_is_refused(
+    options: tuple[str, ...], variables: dict[str, str], told: str
+) -> None:
+    done = config(*options, **variables)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_counts_are_processes_and_settings_reach_those_that_read_them() -> None:
+    found = services(ROLLOUT_REPLICAS="3", GATEWAY_REPLICAS="2", GSPO_ENV_TIER="process", GSPO_JUDGE_KEYS="a@b=c")
+    assert [found[name]["deploy"]["replicas"] for name in ("rollout", "gateway")] == [3, 2]
+    assert found["environments"]["environment"]["GSPO_ENV_TIER"] == "process"
+    assert found["gateway"]["environment"]["GSPO_JUDGE_KEYS"] == "a@b=c"
+    assert "GSPO_JUDGE_KEYS" not in found["environments"]["environment"]
+
+
+def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:
+    plain, walled = (services(*files)["environments"] for files in ((), ("-f", "docker-compose.yml", "-f", WALL)))
+    assert walled["environment"]["GSPO_ENV_TIER"] == "wall"
+    assert set(plain["security_opt"]) == {"no-new-privileges:true"} < set(walled["security_opt"])
+    for part in ("cap_drop", "read_only", "user", "networks"):
+        assert walled[part] == plain[part]

@@ -1,0 +1,216 @@
+"""Keys that just talk: conversations are recorded as traces, token by token, and a key is counted and revoked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.chat import HermesCodec
+from gspo_core.codec import decode
+from gspo_core.types import Segment
+from services.episodes.counters import Counters
+from services.episodes.retry import Backoff, Retrier
+from services.gateway.entrances import Entrances
+from services.gateway.redaction import NoRedactor, load_redactor
+from services.gateway.talk_jobs import TalkJob
+from services.gateway.talking import Talking
+from services.gateway.turns import Answer, Refusal, RefusalKind
+from services.state.functions import Functions
+from services.state.keys import job_key
+from services.state.store import Store
+from services.state.talks import Keep, TalkKey, Talks
+from tests.services.gateway.agent_kit import door
+from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
+from tests.services.rollout.rollout_kit import Speech, spec
+
+HI = user("hi")
+NOW = 1_700_000_000.0
+KEEP = Keep(1 << 20, 30.0)
+
+
+class FakeJobs:
+    """One job, whose policy is scripted."""
+
+    def __init__(self, job: TalkJob) -> None:
+        self.job = job
+        self.counters = Counters()
+        self.clock = lambda: 0.0
+        self.retrier = Retrier(self.counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
+
+    async def get(self, job: str) -> TalkJob:
+        if job != self.job.id:
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "no such job")
+        return self.job
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Place:
+    job: str
+    talks: Talks
+    policy: BabblingPolicy
+    talking: Talking
+    redis: Redis
+    jobs: Any
+
+    async def key(self, **given: Any) -> str:
+        shown: dict[str, Any] = {"label": "", "created_at": "2026-01-01T00:00:00Z", "expires_at": None}
+        limits: dict[str, Any] = {"max_turns": None, "max_tokens": None, "max_seconds": None}
+        return await self.talks.make(self.job, TalkKey(**({"id": "0123456789ab"} | shown | limits | given)))
+
+    async def say(self, key: str, *messages: Any, who: str = "", **fields: Any) -> Answer:
+        return await take(await self.talking.ask(key, replace(request(*messages, **fields), user=who)))
+
+    async def traces(self) -> dict[int, list[Segment]]:
+        found: dict[int, list[Segment]] = {}
+        for entry in await self.talks.traffic(self.job):
+            found.setdefault(entry.trace, []).append(decode(entry.payload))
+        return found
+
+
+@pytest.fixture
+async def place(redis_client: Redis, store: Store, codec: HermesCodec) -> Place:
+    job = (await store.jobs.create(json.dumps({"model": "m"}))).id
+    speech = Speech(codec)
+    policy = BabblingPolicy(codec, random.Random(0), [speech.say(f"Answer {number}.") for number in range(20)])
+    talk_job: Any = TalkJob(job, spec(), codec, 4096, policy, asyncio.Event())  # type: ignore[arg-type]
+    talks = Talks(Functions(redis_client))
+    jobs: Any = FakeJobs(talk_job)
+    talking = Talking(talks, jobs, KEEP, lambda: NOW)
+    return Place(job, talks, policy, talking, redis_client, jobs)
+
+
+async def refused(asking: Any) -> RefusalKind:
+    with pytest.raises(Refusal) as refusal:
+        await asking
+    return refusal.value.kind
+
+
+async def test_conversations_are_recorded_as_traces_to_the_token(place: Place) -> None:
+    key = await place.key()
+    first = await place.say(key, HI, who="ann")
+    other = await place.say(key, user("good day"), who="bob")
+    await place.say(key, HI, said(first), user("and?"))
+    assert (first.text, other.text) == ("Answer 0.", "Answer 1.")
+    entries = await place.talks.traffic(place.job)
+    assert {(entry.user, entry.trace) for entry in entries} == set(
+        zip(["ann", "bob"], await place.traces(), strict=True)
+    )
+    ann, bob = (await place.traces()).values()
+    judge(ann, place.policy.served)
+    judge(bob, place.policy.served)
+    assert [{one.turn for one in record} for record in (ann, bob)] == [{0, 1}, {0}]
+    assert {one.branch for one in ann} == {0}
+    (shown,) = await place.talks.all(place.job)
+    sampled = sum(one.num_actions for record in (ann, bob) for one in record)
+    assert (shown.num_turns, shown.num_tokens) == (3, sampled)
+
+
+async def test_nothing_of_it_is_in_the_queue(place: Place) -> None:
+    await place.say(await place.key(), HI)
+    for name in ("groups", "episodes", "segments", "queue"):
+        assert not await place.redis.exists(job_key(place.job, name))
+
+
+async def test_a_retry_is_the_same_turn_and_an_equal_request_another_one(place: Place) -> None:
+    key = await place.key()
+    first = await place.say(key, HI)
+    assert (await place.say(key, HI, is_retry=True)).id == first.id
+    assert (await place.say(key, HI)).id != first.id
+    assert len(await place.traces()) == 1
+
+
+@pytest.mark.parametrize(("limit", "detail"), [("max_turns", "turns"), ("max_tokens", "tokens")])
+async def test_a_key_that_is_used_up_is_refused_by_the_name_of_what_it_has_used(
+    place: Place, limit: str, detail: str
+) -> None:
+    key = await place.key(**{limit: 1})
+    await place.say(key, HI)
+    with pytest.raises(Refusal, match=f"has used up its {detail}") as refusal:
+        await place.say(key, HI)
+    assert refusal.value.kind is RefusalKind.OVER_BUDGET
+
+
+async def test_keys_that_are_none_expired_or_revoked_are_refused(place: Place) -> None:
+    key = await place.key()
+    await place.say(key, HI)
+    assert await refused(place.say(key + "x", HI)) is RefusalKind.UNKNOWN_KEY
+    assert await refused(place.talking.model_names("tk_what")) is RefusalKind.UNKNOWN_KEY
+    late = await place.key(id="fedcba987654", expires_at=NOW - 1)
+    assert await refused(place.say(late, HI)) is RefusalKind.UNKNOWN_KEY
+    assert await place.talks.revoke(place.job, "0123456789ab")
+    assert not await place.talks.revoke(place.job, "0123456789ab")
+    assert await refused(place.say(key, HI)) is RefusalKind.UNKNOWN_KEY
+    assert len(await place.traces()) == 1
+
+
+async def test_there_is_no_episode_to_reward_or_finish(place: Place) -> None:
+    key = await place.key()
+    entrances = Entrances(door(), place.talking)
+    assert await refused(entrances.reward(key, 1.0)) is RefusalKind.INVALID
+    assert await refused(entrances.finish(key)) is RefusalKind.INVALID
+    assert await refused(entrances.finish("ep_what")) is RefusalKind.UNKNOWN_KEY
+    assert await entrances.model_names(key) == ("policy",)
+
+
+async def test_what_is_kept_is_bounded_the_oldest_goes_first_and_users_are_erased(place: Place) -> None:
+    key = await place.key()
+    for number in range(6):
+        await place.say(key, user(f"question {number}"), who="ann" if number % 2 else "bob")
+    entries = await place.talks.traffic(place.job)
+    assert await place.talks.erase(place.job, "u", "ann") == sum(entry.user == "ann" for entry in entries)
+    assert {entry.user for entry in await place.talks.traffic(place.job)} == {"bob"}
+    left = [entry for entry in entries if entry.user == "bob"]
+    assert await place.talks.erase(place.job, "t", str(left[0].trace)) >= 1
+    left = await place.talks.traffic(place.job)
+    assert int(await place.redis.hget(job_key(place.job, "talk_used"), "bytes")) == sum(
+        len(one.payload) for one in left
+    )
+    bound = len(left[-1].payload) + 1
+    await place.talks.record(place.job, "0123456789ab", 7, "", [b"x"], tokens=0, s=0.0, keep=Keep(bound, 30.0))
+    kept = await place.talks.traffic(place.job)
+    assert kept[-1].payload == b"x"
+    assert sum(len(one.payload) for one in kept) <= bound
+
+
+def without_numbers(text: str) -> str:
+    if "boom" in text:
+        raise ValueError("no")
+    return "".join("#" if letter.isdigit() else letter for letter in text)
+
+
+async def test_redacted_traffic_holds_texts_of_whole_turns_and_no_ids(place: Place) -> None:
+    name = f"{__name__}:without_numbers"
+    place.talking = Talking(place.talks, place.jobs, KEEP, lambda: NOW, redact=load_redactor(name))
+    key = await place.key()
+    first = await place.say(key, user("I am 42."), stop=["."])
+    assert first.text == "Answer 0"
+    await place.say(key, user("I am 42."), said(first), user("and you are 7?"))
+    turns = [json.loads(entry.payload) for entry in await place.talks.traffic(place.job)]
+    assert [turn["turn"] for turn in turns] == [0, 1]
+    assert "I am ##." in turns[0]["read"]
+    assert [turn["said"].startswith("Answer #") for turn in turns] == [True, True]
+    assert "and you are #?" in turns[1]["read"]
+    assert set(turns[0]) == {"turn", "branch", "read", "said", "num_tokens", "num_sampled", "versions", "kind"}
+
+
+async def test_where_the_redactor_fails_nothing_is_stored_or_answered(place: Place) -> None:
+    redact = load_redactor(f"{__name__}:without_numbers")
+    place.talking = Talking(place.talks, place.jobs, KEEP, lambda: NOW, redact=redact)
+    key = await place.key()
+    assert await refused(place.say(key, user("boom"))) is RefusalKind.AWAY
+    assert await place.talks.traffic(place.job) == []
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:f", "json:no_such_function", "math:pi"])
+def test_a_redactor_that_is_none_is_named(reference: str) -> None:
+    with pytest.raises(NoRedactor, match=reference):
+        load_redactor(reference)

@@ -1,0 +1,170 @@
+"""Members that something else starts: in order, again when they end, told when they cannot, out in reverse order."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from services.files.data_dir import DataDir
+from services.launch import supervisor
+from services.launch.crew import TRIES, Crew, CrewError
+from services.launch.installation import Installation, Ports
+from services.launch.placement import Member, Wanted, place
+from services.launch.topology import Site
+from services.process.children import die_with_parent
+
+DEADLINE_S = 60.0
+WAITS = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('here', flush=True)\nsignal.pause()"
+DEAF = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('here', flush=True)\nwhile True: signal.pause()"
+ENDS = "print('no such device', flush=True); raise SystemExit(3)"
+
+
+class Here:
+    """Starts a program of the test's, whatever the member's own command is, and notes what it is asked."""
+
+    def __init__(self, data_dir: DataDir, programs: Mapping[str, str]) -> None:
+        self.data_dir = data_dir
+        self.programs = programs
+        self.started: list[str] = []
+        self.asked: list[str] = []
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> Process:
+        self.started.append(member.name)
+        with self.data_dir.log_of(member.name).open("ab") as log:
+            argv = [sys.executable, "-u", "-c", self.programs.get(member.name, WAITS)]
+            self.children[member.name] = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent())
+        return Process(self, member.name, self.children[member.name])
+
+
+class Process:
+    def __init__(self, place: Here, name: str, child: subprocess.Popen[bytes]) -> None:
+        self.place = place
+        self.name = name
+        self.child = child
+
+    def poll(self) -> int | None:
+        return self.child.poll()
+
+    def ask_to_leave(self) -> None:
+        self.place.asked.append(self.name)
+        self.child.terminate()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+class Clock:
+    """Every pause is an hour, but a short one: waiting costs nothing, and deadlines come."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        time.sleep(0.01)
+
+
+class _Fine(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def crew_of(
+    tmp_path: Path, programs: Mapping[str, str], *, ports: Ports | None = None, engines: int = 1
+) -> tuple[Crew, Here, list[str]]:
+    data_dir = DataDir(tmp_path)
+    data_dir.logs.mkdir()
+    members = place(Wanted(engines=engines), Site.BATCH)
+    whole = Installation(members, ("127.0.0.1",), data_dir, "m", "python", "redis", ports or Ports(api=9, engine=9))
+    here, said, clock = Here(data_dir, programs), [], Clock()
+    return Crew(whole, here, said.append, clock=clock, pause=clock.pause), here, said
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_they_start_in_order_and_leave_in_reverse(tmp_path: Path) -> None:
+    crew, here, said = crew_of(tmp_path, {})
+    crew.start()
+    assert here.started == ["redis", "engine", "api", "trainer", "rollout-0", "gateway"]
+    until(lambda: all("here" in crew.last_words(name) for name in here.started))
+    crew.leave()
+    assert here.asked == ["gateway", "rollout-0", "trainer", "api", "engine", "redis"]
+    assert said == [f"{name} left with code 0" for name in here.asked]
+
+
+def test_who_does_not_leave_in_its_time_is_killed_and_the_others_still_leave(tmp_path: Path) -> None:
+    crew, here, said = crew_of(tmp_path, {"trainer": DEAF})
+    crew.start()
+    until(lambda: all("here" in crew.last_words(name) for name in here.started))
+    crew.leave()
+    assert "trainer is killed: it did not leave within 105 s" in said
+    assert here.children["trainer"].poll() == -signal.SIGKILL
+    assert said[-1] == "redis left with code 0"
+
+
+def test_what_ends_is_started_again(tmp_path: Path) -> None:
+    crew, here, said = crew_of(tmp_path, {})
+    crew.start()
+    here.children["engine"].kill()
+    until(lambda: "engine" in crew.ended())
+    for _ in range(2):
+        crew.look()
+        crew._pause(supervisor.FIRST_WAIT_S)
+    crew.look()
+    assert here.started.count("engine") == 2
+    assert said == ["engine was killed by SIGKILL; restarting it in 1 s", "engine is running again"]
+    crew.leave()
+
+
+@pytest.mark.parametrize("failing", [("engine-0", "engine-1"), ("trainer",)])
+def test_what_cannot_start_is_told_with_its_last_words(failing: tuple[str, ...], tmp_path: Path) -> None:
+    crew, here, said = crew_of(tmp_path, dict.fromkeys(failing, ENDS), engines=2)
+    crew.start()
+    with pytest.raises(CrewError, match=f"{failing[0]} cannot start: it ended 3 times in a row, with code 3") as told:
+        crew.until_ready()
+    assert "no such device" in str(told.value)
+    assert here.started.count(failing[0]) == 3
+    # What it waits between its tries is little beside the 30 s in which this is to be told.
+    waited = [int(line.split()[-2]) for line in said if line.startswith(f"{failing[0]} ended with code 3")]
+    assert waited[: TRIES - 1] == [1, 2]
+    crew.leave()
+
+
+def test_one_broken_engine_of_two_stops_nothing(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Fine) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        ports = Ports(api=server.server_port, engine=server.server_port)
+        crew, here, said = crew_of(tmp_path, {"engine-1": ENDS}, ports=ports, engines=2)
+        crew.start()
+        until(lambda: "engine-1" in crew.ended())
+        crew.until_ready()
+        server.shutdown()
+    for _ in range(200):
+        crew.look()
+        crew._pause(1)
+    assert here.started.count("engine-1") > 3
+    assert any("engine-1 ended with code 3" in line for line in said)
+    crew.leave()

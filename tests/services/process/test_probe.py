@@ -1,0 +1,76 @@
+"""The probe of the images, in bash, says of the same process what ``services.process.health`` says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from services.process.health import Health, born, examine
+
+PROBE = Path(__file__).parents[3] / "services" / "process" / "probe.sh"
+
+
+def probe(*words: str) -> tuple[int, str]:
+    done = subprocess.run(["bash", PROBE, *words], capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr
+
+
+class _Server(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/healthz" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_server_is_asked() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_port)
+        assert probe("http", port, "/healthz") == (0, "")
+        assert probe("http", port, "/readyz") == (1, "/readyz answers 503\n")
+        server.shutdown()
+    assert probe("http", port, "/healthz")[0] != 0
+
+
+async def test_a_living_process_is_alive_and_ready_when_it_says_so(tmp_path: Path) -> None:
+    stop, file = asyncio.Event(), tmp_path / "health"
+    async with Health(file, stop) as health:
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(probe, "file", str(file)) == (0, "")
+        assert await asyncio.to_thread(probe, "file", str(file), "--ready") == (1, "not ready\n")
+        health.is_ready = True
+        stop.set()
+        while json.loads(file.read_text())["ready"]:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(probe, "file", str(file)) == (0, "")
+    assert (await asyncio.to_thread(probe, "file", str(file)))[0] != 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_alive"),
+    [
+        ({}, True),
+        ({"born": "1"}, False),
+        ({"pid": 2**22 + 1}, False),
+        ({"at": time.monotonic() - 600}, False),
+        ({"ready": False}, False),
+    ],
+)
+def test_both_probes_agree(changes: Mapping[str, object], is_alive: bool, tmp_path: Path) -> None:
+    pid = os.getpid()
+    file = tmp_path / "health"
+    file.write_text(json.dumps({"at": time.monotonic(), "ready": True, "pid": pid, "born": born(pid)} | {**changes}))
+    assert (examine(file, ready=True, now=time.monotonic()) is None) is is_alive
+    assert (probe("file", str(file), "--ready")[0] == 0) is is_alive

@@ -1,0 +1,164 @@
+"""A fork begins exactly where its parent stood; fed its parent's batches it is an experiment on the same data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.replay.past import NotKept, Past
+from gspo_core.replay.question import Question
+from gspo_core.replay.replaying import replay
+from gspo_core.spec import JobSpec
+from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
+from services.files.origin import bring, plan
+from tests.core.learner_support import write_model
+from tests.services.trainer.loop_kit import (
+    DESCRIPTION,
+    Loop,
+    a_loop,
+    fingerprint,
+    loop_spec,
+    plain_loop,
+    saved,
+    serve,
+)
+from tests.services.trainer.trainer_kit import stop
+
+pytestmark = pytest.mark.usefixtures("warm_children")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def child_spec(parent: Loop, step: int, *, same_batches: bool = False, **changes: Any) -> JobSpec:
+    at = {"job": parent.job, "step": step, "same_batches": same_batches}
+    return JobSpec.model_validate(parent.spec.model_dump() | {"parent": at} | changes)
+
+
+async def fork_of(parent: Loop, spec: JobSpec) -> Loop:
+    """As the API makes it: what it needs is brought before it is accepted."""
+    assert spec.parent is not None
+    job = f"{parent.job}f"
+    ours = JobDir(parent.job_dir.parent / job)
+    bring(JobDir(parent.job_dir), ours, spec.parent.step, same_batches=spec.parent.same_batches)
+    await parent.store.jobs.create(spec.model_dump_json(), job_id=job)
+    await parent.store.environments.describe(job, 0, DESCRIPTION)
+    return replace(parent, job=job, job_dir=ours.path, spec=spec)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+@contextlib.asynccontextmanager
+async def played(loop: Loop) -> AsyncIterator[None]:
+    task = asyncio.create_task(loop.play(), name="player of the fork")
+    try:
+        yield
+    finally:
+        await stop(task)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+async def test_a_fork_with_nothing_changed_goes_where_its_parent_went(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """From a checkpoint, and from between two. The prompt of a group is a function of its number: the cursor in the
+    data came along."""
+    spec = loop_spec(model_dir, steps=5)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        before = files_of(loop.job_dir)
+        child = await fork_of(loop, child_spec(loop, step))
+        async with played(child):
+            await serve(child)
+    assert files_of(loop.job_dir) == before
+    assert fingerprint(saved(child)) == fingerprint(saved(loop))
+    assert fingerprint(saved(child)) == fingerprint(plain_loop(spec, tmp_path / "plain"))
+    assert [at.step for at in BatchLog(JobDir(child.job_dir)).steps()] == list(range(step + 1, 6))
+
+
+async def test_a_fork_with_another_rate_leaves_its_parent_byte_for_byte(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(model_dir, steps=4)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        before = files_of(loop.job_dir)
+        child = await fork_of(loop, child_spec(loop, 2, optimizer={"lr": 1e-4}, steps=5))
+        async with played(child):
+            await serve(child)
+    assert files_of(loop.job_dir) == before
+    assert fingerprint(saved(child)) != fingerprint(saved(loop))
+
+
+@pytest.mark.parametrize("step", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+async def test_a_fork_that_is_fed_its_parents_batches_ends_at_its_parents_weights(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    spec = loop_spec(model_dir, steps=5)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        num_played = sum(loop.played.values())
+        child = await fork_of(loop, child_spec(loop, step, same_batches=True))
+        await serve(child)
+        assert sum(loop.played.values()) == num_played
+        rows = await loop.store.metrics.read(child.job)
+    assert fingerprint(saved(child)) == fingerprint(saved(loop))
+    assert [row["step"] for row in rows] == list(range(step + 1, 6))
+    answer = replay(Past(child.job_dir), Question(4, 5))
+    assert answer.is_same
+    assert [len(one.versions) for one in answer.steps] == [1, 1]
+
+
+async def test_when_its_parents_batches_are_used_up_a_fork_samples_its_own(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(model_dir, steps=4)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 2, same_batches=True, steps=6))
+        async with played(child):
+            await serve(child)
+    longer = JobSpec.model_validate(spec.model_dump() | {"steps": 6})
+    assert fingerprint(saved(child)) == fingerprint(plain_loop(longer, tmp_path / "plain"))
+
+
+async def test_a_fork_needs_its_parent_no_more(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(model_dir, steps=5)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        there = fingerprint(saved(loop))
+        child = await fork_of(loop, child_spec(loop, 3, same_batches=True))
+        shutil.rmtree(loop.job_dir)
+        await serve(child)
+    assert fingerprint(saved(child)) == there
+
+
+async def test_a_plan_says_what_is_trained_again(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(model_dir, steps=5, checkpoints={"keep": 9, "keep_versions": 1000})
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+    found = plan(JobDir(loop.job_dir), 3)
+    assert (found.start, found.num_replayed, found.ahead) == ((1, 2), 1, (4, 5))
+    with pytest.raises(NotKept, match="leads to step 9"):
+        plan(JobDir(loop.job_dir), 9)
+    assert CheckpointStore(JobDir(loop.job_dir)).forks() == {1: (0, 0)}
