@@ -26,7 +26,7 @@ import pytest
 from tests.apparatus.warm_python import WarmPython
 
 PLACE = "GSPO_TEST_TIME"
-NORMAL = ("-m", "not slow and not third_party and not browser")
+NORMAL = ("-m", "not slow and not third_party and not browser and not quarantined")
 NUM_SHOWN = 40
 # Files that took less come in any order: what they leave uneven at the end is shorter than this.
 LONG_S = 5.0

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import quarantine
 from tests.apparatus.warm_python import WarmPython
 from tests.heaviest import HEAVIEST
 
@@ -57,7 +58,9 @@ def parse_undisturbed(*args: Any, **kwargs: Any) -> Any:
 ast.parse = parse_undisturbed
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    quarantine.mark(items, quarantine.rows(quarantine.PAGE.read_text()))
     if not hasattr(config, "workerinput"):
         return
     places = {name: place for place, name in enumerate(HEAVIEST)}
