@@ -247,16 +247,20 @@ class Worker:
     async def _unless_left(self, load: Coroutine[Any, Any, LoadedJob], leaving: asyncio.Event) -> LoadedJob | None:
         """An environment may take minutes to start: whoever is asked to leave does not wait for it."""
         loading, left = asyncio.create_task(load), asyncio.create_task(leaving.wait())
-        loaded: LoadedJob | None = None
+        is_wanted = False
         try:
             await asyncio.wait({loading, left}, return_when=asyncio.FIRST_COMPLETED)
-            loaded = loading.result() if loading.done() else None
-            return loaded
-        finally:
+            is_wanted = loading.done()
             # Not again while it ends the processes that it has started.
             await cancel_all([loading, left], again_after_s=ENDS_LOADING_S)
-            if loaded is None and not loading.cancelled() and loading.exception() is None:
-                await loading.result().close()  # it had come to its end in this moment
+        except asyncio.CancelledError:
+            is_wanted = False  # also when loading had just ended: nobody gets what it loaded
+            await cancel_all([loading, left], again_after_s=ENDS_LOADING_S)
+            raise
+        finally:
+            if not is_wanted and not loading.cancelled() and loading.exception() is None:
+                await loading.result().close()
+        return loading.result() if is_wanted else None
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
         """Tells the job's owner, and leaves the job alone for a while."""

@@ -708,6 +708,30 @@ async def test_a_worker_that_is_asked_to_leave_does_not_wait_for_an_environment_
     assert given_up.is_set()
 
 
+@pytest.mark.parametrize("num_ticks", range(8))
+async def test_what_a_job_has_loaded_is_closed_whenever_its_worker_is_cancelled(stage: Stage, num_ticks: int) -> None:
+    """Also in the moment in which loading has just ended: its processes would be nobody's."""
+    is_loaded, num_closed = asyncio.Event(), 0
+
+    class Loaded:
+        async def close(self) -> None:
+            nonlocal num_closed
+            num_closed += 1
+
+    async def load() -> Any:
+        await asyncio.sleep(0)
+        is_loaded.set()
+        return Loaded()
+
+    serving = asyncio.create_task(stage.worker()._unless_left(load(), asyncio.Event()))
+    await is_loaded.wait()
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait({serving})
+    assert num_closed == (1 if serving.cancelled() else 0)
+
+
 async def test_a_job_whose_serving_fails_strands_no_episode_and_takes_no_places(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
