@@ -30,6 +30,11 @@ import gc
 def test_collects():
     gc.collect()
 """
+INI = """
+[pytest]
+filterwarnings = error
+asyncio_default_fixture_loop_scope = function
+"""
 MANY = """
 import pytest
 
@@ -52,9 +57,7 @@ def test_broken(broken): ...
 def run(folder: Path, *flags: str, files: dict[str, str], leaks: str = "file") -> Ends:
     for name, text in files.items():
         (folder / name).write_text(text)
-    (folder / "pytest.ini").write_text(
-        "[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n"
-    )
+    (folder / "pytest.ini").write_text(INI)
     record = folder / "record.jsonl"
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gate.record", "--record", str(record), *flags]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -66,6 +69,7 @@ def run(folder: Path, *flags: str, files: dict[str, str], leaks: str = "file") -
 @pytest.mark.parametrize("flags", [(), ("-n", "1")], ids=["one process", "a worker"])
 def test_how_tests_ended_with_one_line_of_their_errors(flags: tuple[str, ...], tmp_path: Path) -> None:
     ends = run(tmp_path, *flags, files={"test_a.py": "def test_first(): ...\n", "test_b.py": MANY})
+    assert ends.is_whole
     assert ends.num_passed == 2
     assert ends.skips() == {"not today": 1}
     fails, broken = ends.failures()
