@@ -54,7 +54,9 @@ test: check  ## checks and the normal test suite
 	@$(MAKE) --no-print-directory suite
 
 suite: $(STAMP)
-	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record $(RECORD))
+	@echo '$(BIN)/pytest -m "$(NORMAL)" $(subst ','\'',$(TEST_FLAGS))'
+	@$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record "$(RECORD)"); status=$$?; \
+	if [ -n "$(RECORD)" ]; then echo "{\"exit\": $$status}" >> "$(RECORD)"; fi; exit $$status
 
 quarantine: $(STAMP)  ## the tests of tests/quarantine.md, which failed once without a cause found
 	$(BIN)/python -m tests.quarantine
