@@ -60,7 +60,7 @@ def test_the_tests_that_rows_name_exist() -> None:
     assert len(named) >= 60
 
 
-@pytest.mark.parametrize("reason", ["partial", "zero_variance", "mismatch", "unreadable", "stale"])
+@pytest.mark.parametrize("reason", ["partial", "zero_variance", "mismatch", "unreadable"])
 def test_groups_that_are_dropped_again_and_again_end_the_job_with_the_code_of_their_row(reason: str) -> None:
     (dropped,) = [one for one in get_args(DropReason) if one == f"dropped_{reason}"]
     code = nothing_to_train(Counter({dropped: 8})).code
