@@ -54,7 +54,7 @@ test: check  ## checks and the normal test suite
 	@$(MAKE) --no-print-directory suite
 
 suite: $(STAMP)
-	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS)
+	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record $(RECORD))
 
 quarantine: $(STAMP)  ## the tests of tests/quarantine.md, which failed once without a cause found
 	$(BIN)/python -m tests.quarantine

@@ -12,6 +12,9 @@ with other processes wait for each other at work.
 A file of an environment that a test loads puts its folder on the import path for good, and the hosts of later tests
 would inherit it: the path is put back.
 
+What a file leaves open is found at its end, and told as an error of its last test: the collector would meet it in the
+middle of a later test that has nothing to do with it.
+
 What is imported and collected stays for the whole session. The collector leaves it alone from then on: it is more than
 half a million objects, and each full collection would walk over all of them.
 """
@@ -31,10 +34,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import quarantine
+from tests.apparatus import leaks
 from tests.apparatus.warm_python import WarmPython
 from tests.heaviest import HEAVIEST
 
 TESTS = Path(__file__).parent
+LEAKS = os.environ.get("GSPO_TEST_LEAKS", "file")
+"""When what was left open is looked for: at the end of each file, or of each test."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported
 
@@ -65,6 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     places = {name: place for place, name in enumerate(HEAVIEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if LEAKS == "each" or nextitem is None or nextitem.path != item.path:
+        leaks.refuse(item.nodeid if LEAKS == "each" else item.path.name)
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,89 @@
+"""The gate: `python3 -m tests.gate` runs what a change must pass, each phase timed; the last lines say what happened.
+
+Set-up, checks, tests, the demo, chaos. A later phase runs although an earlier one failed, since what is wrong is best
+known at once; without a set-up there is nothing to run. It is started before anything is installed, and imports nothing
+that is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from tests.gate import flakes, skips
+from tests.gate.confirm import Verdict, in_fresh_interpreters, judge
+from tests.gate.ends import Ends
+from tests.gate.machine import Machine
+from tests.gate.phases import Done, Phase, run
+
+ROOT = Path(__file__).parents[2]
+LOGS = ROOT / ".make" / "gate"
+RECORD = LOGS / "tests.jsonl"
+SETUP = Phase("setup", ["make", "setup"], 1200)
+CHECKS = Phase("checks", ["make", "check"], 900)
+TESTS = Phase("tests", ["make", "--no-print-directory", "suite", f"RECORD={RECORD}"], 3000)
+DEMO = Phase("demo", ["make", "demo", "DEMO_FLAGS=--expect-gain 40"], 900)
+MOST_LINES = 30
+MOST_WORDS = 6
+
+
+def main() -> int:
+    begun, machine = time.monotonic(), Machine()
+    done = [run(SETUP, LOGS)]
+    verdicts: list[Verdict] = []
+    ends = Ends([])
+    if done[0].is_ok:
+        done.append(run(CHECKS, LOGS))
+        RECORD.unlink(missing_ok=True)
+        done.append(run(TESTS, LOGS))
+        ends = Ends.read(RECORD)
+        known = flakes.known(flakes.LIST.read_text())
+        verdicts = judge(ends.failures(), in_fresh_interpreters(LOGS), known, date.today())
+        done.append(run(DEMO, LOGS))
+    red = [one for one in done if not is_excused(one, verdicts)]
+    seconds = time.monotonic() - begun
+    lines = told(machine.told(), done, red, ends, verdicts)
+    lines.append(f"VERDICT {'red: ' + ', '.join(one.phase.name for one in red) if red else 'green'}, {seconds:.0f} s")
+    print("\n" + "\n".join(lines), flush=True)
+    return 1 if red else 0
+
+
+def is_excused(done: Done, verdicts: Sequence[Verdict]) -> bool:
+    """What ended well, and tests of which nothing failed but flakes."""
+    if done.is_ok:
+        return True
+    return done.phase is TESTS and bool(verdicts) and not any(one.is_red for one in verdicts)
+
+
+def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, verdicts: Sequence[Verdict]) -> list[str]:
+    lines = [f"GATE    {machine}"]
+    for one in done:
+        word = "RED" if one in red else "ok" if one.is_ok else "flaky"
+        lines.append(f"PHASE   {one.phase.name:7} {word:5} {one.seconds:5.0f} s  {_note(one, ends)}".rstrip())
+    is_told = any(one.is_red for one in verdicts)
+    for one in red:
+        if one.phase is not TESTS or not is_told:
+            how = "ran out of time" if one.status == 124 else f"status {one.status}"
+            lines.append(f"RED     {one.phase.name}: {how}; again: {' '.join(one.phase.command)}")
+            lines += [f"        {words[:200]}" for words in one.words(MOST_WORDS)]
+    for verdict in sorted(verdicts, key=lambda one: not one.is_red):
+        lines += verdict.lines()
+    lines += skips.told(ends.skips())
+    if len(lines) >= MOST_LINES:
+        lines = [*lines[: MOST_LINES - 2], f"        and {len(lines) - MOST_LINES + 2} more lines: {LOGS.name}/*.log"]
+    return lines
+
+
+def _note(done: Done, ends: Ends) -> str:
+    if done.phase is not TESTS:
+        return "".join(done.words(1))[:80] if done.is_ok else ""
+    counts: Counter[str] = Counter(passed=ends.num_passed, failed=len(ends.failures()), skipped=ends.skips().total())
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a recorded run of the tests says: who failed with which error, behind whom, and what was skipped why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    test: str
+    when: str
+    outcome: str
+    worker: str
+    error: str
+
+    @property
+    def file(self) -> str:
+        return self.test.partition("::")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    test: str
+    error: str
+    behind: tuple[str, ...]
+    """The files that the same interpreter had run before its own, in order."""
+    can_be_repeated: bool
+    """By its name: no file that cannot be read, no interpreter that ended."""
+
+    @property
+    def file(self) -> str:
+        return self.test.partition("::")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    ends: Sequence[End]
+
+    @classmethod
+    def read(cls, path: Path) -> Ends:
+        """Of a run that wrote nothing: no ends."""
+        lines = path.read_text().splitlines() if path.exists() else []
+        return cls([End(**json.loads(line)) for line in lines])
+
+    @property
+    def num_passed(self) -> int:
+        """Tests of which nothing failed."""
+        return len({one.test for one in self.ends if one.outcome == "passed"} - {one.test for one in self._failed()})
+
+    def failures(self) -> list[Failure]:
+        """Each test once, with its first error."""
+        found: dict[str, Failure] = {}
+        for place, end in enumerate(self.ends):
+            if end.outcome == "failed" and end.test not in found:
+                can_be_repeated = end.when in ("setup", "call", "teardown") and "::" in end.test
+                found[end.test] = Failure(end.test, end.error, self._behind(place), can_be_repeated)
+        return list(found.values())
+
+    def skips(self) -> Counter[str]:
+        return Counter(end.error for end in self.ends if end.outcome == "skipped")
+
+    def failed(self, test: str) -> bool:
+        return any(end.test == test for end in self._failed())
+
+    def ran(self, test: str) -> bool:
+        return any(end.test == test for end in self.ends)
+
+    def _failed(self) -> list[End]:
+        return [end for end in self.ends if end.outcome == "failed"]
+
+    def _behind(self, place: int) -> tuple[str, ...]:
+        end = self.ends[place]
+        same = (one.file for one in self.ends[:place] if one.worker == end.worker)
+        return tuple(file for file in dict.fromkeys(same) if file != end.file)
