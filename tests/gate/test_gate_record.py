@@ -30,6 +30,11 @@ import gc
 def test_collects():
     gc.collect()
 """
+INI = """
+[pytest]
+filterwarnings = error
+asyncio_default_fixture_loop_scope = function
+"""
 MANY = """
 import pytest
 
@@ -52,9 +57,9 @@ def test_broken(broken): ...
 def run(folder: Path, *flags: str, files: dict[str, str], leaks: str = "file") -> Ends:
     for name, text in files.items():
         (folder / name).write_text(text)
-    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n")
+    (folder / "pytest.ini").write_text(INI)
     record = folder / "record.jsonl"
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gate.record", "--record", record, *flags]
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gate.record", "--record", str(record), *flags]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "GSPO_TEST_LEAKS": leaks}
     subprocess.run([*argv, *sorted(files)], cwd=folder, env=environment, capture_output=True, text=True, check=False)
