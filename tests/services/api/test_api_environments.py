@@ -39,6 +39,7 @@ from services.state.server import RedisServer
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 from tests.apparatus.warm_python import Child
+from tests.patience import HANG_S
 from tests.services.api.api_kit import GUESS, SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
@@ -461,7 +462,7 @@ def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_it
                 client.environment("sums")
             (name,) = [one["id"] for one in client.workers() if one["role"] == "rollout"]
             assert client.drain_worker(name) == client.drain_worker(name)
-            assert worker.wait(60) == 0
+            assert worker.wait(HANG_S) == 0
             with pytest.raises(ApiError, match="worker_not_found"):
                 client.drain_worker("nobody")
         finally:

@@ -20,8 +20,9 @@ from services.launch.installation import Installation, Ports
 from services.launch.placement import Member, Wanted, place
 from services.launch.topology import Site
 from services.process.children import die_with_parent
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 WAITS = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('here', flush=True)\nsignal.pause()"
 DEAF = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('here', flush=True)\nwhile True: signal.pause()"
 ENDS = "print('no such device', flush=True); raise SystemExit(3)"

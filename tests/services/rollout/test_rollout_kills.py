@@ -23,6 +23,7 @@ from benchmarks.rollout_stage import Stage, open_stage
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.state.store import Claim
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until
 
 LEASE_S = 1.0
@@ -183,7 +184,7 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
         await asyncio.sleep(0.05)  # one that is only starting does not know how to leave yet
     for worker in workers.values():
         worker.terminate()
-    assert {await asyncio.to_thread(worker.wait, 60) for worker in workers.values()} == {0}
+    assert {await asyncio.to_thread(worker.wait, HANG_S) for worker in workers.values()} == {0}
     return num_groups
 
 

@@ -20,8 +20,9 @@ import structlog.testing
 from services.state import child
 from services.state.server import RedisServer, RedisUnsuitable, connect, find_binary
 from services.state.server_promises import warn_if_weaker
+from tests.patience import HANG_S
 
-WAIT_S = 60.0
+WAIT_S = HANG_S
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -33,10 +33,11 @@ from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.apparatus.warm_python import Forked, WarmPython
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import DESCRIPTION, LEASE_S, Loop, a_loop, fingerprint, loop_spec, plain_loop
 from tests.services.trainer.test_trainer_ranks import is_alive, served
 
-DEADLINE_S = 200.0
+DEADLINE_S = HANG_S
 # More than are taken before a test that acts after the first one has acted.
 STEPS = 8
 ATTEMPT = "-m", "services.trainer.attempt_main"
@@ -318,7 +319,7 @@ async def test_a_process_that_is_killed_while_it_stands_by_is_started_again(
 
 def test_the_trainer_itself_imports_no_torch() -> None:
     program = "import services.trainer.__main__, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
 
 
 # Several ranks

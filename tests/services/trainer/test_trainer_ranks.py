@@ -42,6 +42,7 @@ from tests.apparatus.scripted_engine import ScriptedEngine
 from tests.apparatus.scripted_engine.protocol import answer
 from tests.apparatus.warm_python import WarmPython
 from tests.core.learner_support import largest_difference, weights, write_model
+from tests.patience import HANG_S
 from tests.services.trainer import ranked_process
 from tests.services.trainer.loop_kit import Loop, a_loop, plain_loop
 from tests.services.trainer.ranked_process import spec_of
@@ -241,7 +242,7 @@ def torchrun_trainer(
             one.terminate()
         for one in running:
             try:
-                one.wait(60)
+                one.wait(HANG_S)
             finally:
                 one.kill()
         left = [pid for pid in ranks.values() if is_alive(pid)]
