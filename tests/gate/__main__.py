@@ -23,7 +23,7 @@ from tests.gate.phases import Done, Phase, run
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / ".make" / "gate"
 RECORD = LOGS / "tests.jsonl"
-SETUP = Phase("setup", ["make", "setup"], 1200)
+SETUP = Phase("setup", ["make", "setup", "test-data"], 1200)
 CHECKS = Phase("checks", ["make", "check"], 900)
 TESTS = Phase("tests", ["make", "--no-print-directory", "suite", f"RECORD={RECORD}"], 3000)
 DEMO = Phase("demo", ["make", "demo", "DEMO_FLAGS=--expect-gain 40"], 900)
