@@ -152,6 +152,7 @@ def unpack(bundle: Path, target: Path) -> Opened:
     data = bundle.read_bytes()
     try:
         with zipfile.ZipFile(bundle) as archive:
+            _require_stored(archive)
             manifest = _manifest(archive)
             files = {name: archive.read(name) for name in archive.namelist() if name != MANIFEST}
     except BadBundle:
@@ -178,6 +179,12 @@ def _check_files(bundle: Path, manifest: BundleManifest, files: Mapping[str, byt
             raise BadBundle(f"{bundle}: {name} leads out of it")
         if _sha256(content) != expected[name]:
             raise BadBundle(f"{bundle}: {name} is not what was written")
+
+
+def _require_stored(archive: zipfile.ZipFile) -> None:
+    """What decompresses raises errors of its own kinds, and a bundle needs none of it."""
+    if packed := [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]:
+        raise BadBundle(f"{archive.filename}: {', '.join(packed)}: said to be compressed, which nothing in a bundle is")
 
 
 def _manifest(archive: zipfile.ZipFile) -> BundleManifest:

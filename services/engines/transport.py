@@ -34,6 +34,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     def __init__(self, max_connections: int) -> None:
         self._slots: defaultdict[_Origin, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(max_connections))
         self._idle: defaultdict[_Origin, list[HttpConnection]] = defaultdict(list)
+        self._is_closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         content = await request.aread()
@@ -59,13 +60,14 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 raise httpx.ReadError(f"connection lost: {error}") from error
             except NotHttp as error:
                 raise httpx.RemoteProtocolError(f"not an HTTP/1.1 answer: {error}") from error
-            if answer.status_code >= _FAILED:
+            if answer.status_code >= _FAILED or self._is_closed:
                 line.close()
             elif line.is_usable:
                 self._idle[origin].append(line)
             return answer
 
     async def aclose(self) -> None:
+        self._is_closed = True  # what is in flight ends, and its connection is closed then
         lines = [line for idle in self._idle.values() for line in idle]
         self._idle.clear()
         for line in lines:

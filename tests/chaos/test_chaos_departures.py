@@ -133,13 +133,17 @@ def test_warnings_of_all_who_were_there_are_told_where_nobody_is_to_blame(tmp_pa
 async def test_a_nursery_notes_how_its_children_end(tmp_path: Path) -> None:
     absences = Absences()
     nursery = Nursery(tmp_path / "logs", {}, absences)
-    ends = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+    # It looks again and again: a signal that comes just before `signal.pause` would not end that.
+    ends = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(1)\n"
+        "while True: time.sleep(0.01)"
+    )
     try:
         await nursery.open()
         crash = await nursery.start("a", "agents", [sys.executable, "-c", "print('oh'); raise SystemExit(3)"], {})
         crash.is_wanted = False
         await crash.ended.wait()
-        leaver = await nursery.start("b", "agents", [sys.executable, "-uc", f"{ends}print(1); signal.pause()"], {})
+        leaver = await nursery.start("b", "agents", [sys.executable, "-uc", ends], {})
         pid, log = leaver.pid, tmp_path / "logs" / f"b-{leaver.pid}.log"
         while not (log.exists() and log.read_text()):
             assert not leaver.ended.is_set()
@@ -164,8 +168,8 @@ async def test_who_is_leaving_is_not_asked_again(tmp_path: Path) -> None:
     """A second signal hurries a process of the service, which then has a reason to leave otherwise."""
     nursery = Nursery(tmp_path / "logs", {}, Absences())
     counts = (
-        "import signal, sys; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(print(1))); "
-        "signal.signal(signal.SIGCONT, lambda *_: sys.exit(len(told))); print(1)\nwhile True: signal.pause()"
+        "import signal, sys, time; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(print(1))); "
+        "signal.signal(signal.SIGCONT, lambda *_: sys.exit(len(told))); print(1)\nwhile True: time.sleep(0.01)"
     )
     try:
         await nursery.open()

@@ -101,6 +101,23 @@ def test_the_directory_of_a_bundle_is_checked_too(bundle: Path, tmp_path: Path) 
             unpack(tmp_path / "changed.gspo", tmp_path / "out")
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, 1, 255])
+def test_a_file_that_is_said_to_be_compressed_is_refused_by_name(bundle: Path, tmp_path: Path, method: int) -> None:
+    """One byte of the directory is enough for it, and each method fails in its own way."""
+    whole = bundle.read_bytes()
+    with zipfile.ZipFile(bundle) as archive:
+        names, place = [one.filename for one in archive.infolist()], archive.start_dir
+    changed = tmp_path / "changed.gspo"
+    for name in names:
+        at = whole.index(name.encode(), place) - 46 + 10  # a record of the directory: its method, then its name
+        assert whole[at : at + 2] == b"\0\0"
+        changed.write_bytes(whole[:at] + bytes([method]) + whole[at + 1 :])
+        with pytest.raises(BadBundle, match=name):
+            unpack(changed, tmp_path / "out")
+        place = at
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_base_model_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=1)
     opened = unpack(bundle, tmp_path / "out")

@@ -35,14 +35,15 @@ while time.process_time() < begun + float(sys.argv[1]):
     pass
 """
 WAITS = """
-import os, signal, sys
+import os, signal, sys, time
 def told(number, frame):
     print("told", flush=True)
     os._exit(9)
 if sys.argv[1:]:
     signal.signal(signal.SIGTERM, told)
 print(os.getpid(), flush=True)
-signal.pause()
+while True:  # `signal.pause` would sleep through a signal that came just before it
+    time.sleep(0.01)
 """
 
 

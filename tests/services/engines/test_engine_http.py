@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.engines.http_engine import open_http
+from services.engines.transport import EngineTransport
 from tests.patience import HANG_S
 
 
@@ -93,6 +94,32 @@ async def test_an_engine_that_never_answers_takes_no_connection_from_another() -
         for task in hanging:
             task.cancel()
         await asyncio.wait(hanging)
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_a_connection_is_not_kept_when_the_client_was_closed_while_it_was_in_use() -> None:
+    asked, may_answer, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await may_answer.wait()
+        writer.write(ok(b"late"))
+        await reader.read()  # until the client has closed it
+        left.set()
+        writer.close()
+
+    listener = await asyncio.start_server(slow, "127.0.0.1", 0)
+    transport = EngineTransport(3)
+    request = httpx.Request("POST", f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    asking = asyncio.create_task(transport.handle_async_request(request))
+    await asked.wait()
+    await transport.aclose()
+    may_answer.set()
+    assert (await asking).content == b"late"
+    async with asyncio.timeout(HANG_S):
+        await left.wait()
     listener.close()
     await listener.wait_closed()
 

@@ -23,8 +23,10 @@ from services.process.children import die_with_parent
 from tests.patience import HANG_S
 
 DEADLINE_S = HANG_S
-WAITS = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('here', flush=True)\nsignal.pause()"
-DEAF = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('here', flush=True)\nwhile True: signal.pause()"
+# It looks again and again: `signal.pause` would sleep through a signal that came just before it.
+FOR_EVER = "while True: time.sleep(0.01)"
+WAITS = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('here', flush=True)\n{FOR_EVER}"
+DEAF = f"import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('here', flush=True)\n{FOR_EVER}"
 ENDS = "print('no such device', flush=True); raise SystemExit(3)"
 
 

@@ -279,12 +279,12 @@ def test_variables_that_nothing_reads_are_told(
 
 
 DEAF = """
-import pathlib, signal, sys
+import pathlib, signal, sys, time
 ready, told = map(pathlib.Path, sys.argv[1:])
 signal.signal(signal.SIGTERM, lambda *_: told.touch())
 ready.touch()
-while True:
-    signal.pause()
+while True:  # `signal.pause` would sleep through a signal that came just before it
+    time.sleep(0.01)
 """
 
 
