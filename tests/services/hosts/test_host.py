@@ -22,6 +22,7 @@ from gspo_core.types import Split, StopReason
 from services.hosts import scratch
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
+from tests.apparatus.processes import is_running
 from tests.services.rollout.rollout_kit import until
 
 WORLDS = Path(__file__).with_name("host_worlds.py")
@@ -48,13 +49,6 @@ async def begun(environment: HostedEnvironment, index: int = 0, limits: Timeouts
     session = environment.session(limits=limits, episode_id=f"job/0/{index}")
     await session.start(await environment.task(Split.TRAIN, index), seed=index)
     return session
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def gone(*pids: int) -> None:

@@ -48,6 +48,7 @@ from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import load_job
 from services.workers.worker import Worker, WorkerConfig
+from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
 from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until, write_model
@@ -164,7 +165,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def alive(pids: set[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def spawn(module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
