@@ -28,6 +28,7 @@ import functools
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import quarantine
-from tests.apparatus import leaks
+from tests.apparatus import leaks, redis_servers
 from tests.apparatus.warm_python import WarmPython
 from tests.heaviest import HEAVIEST
 
@@ -45,6 +46,9 @@ LEAKS = os.environ.get("GSPO_TEST_LEAKS", "file")
 """When what was left open is looked for: at the end of each file, or of each test."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported
+# The name of a Unix socket has at most 107 bytes, and what pytest and a server put below the temporary folder has 78.
+if len(tempfile.gettempdir()) > 29:
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
 settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("the same", settings.get_profile("drawn"), derandomize=True, database=None)
@@ -81,6 +85,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if LEAKS == "each" or nextitem is None or nextitem.path != item.path:
         leaks.refuse(item.nodeid if LEAKS == "each" else item.path.name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        redis_servers.servers()  # known to all workers alike
 
 
 def pytest_collection_finish() -> None:
