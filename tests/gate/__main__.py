@@ -25,7 +25,7 @@ LOGS = ROOT / ".make" / "gate"
 RECORD = LOGS / "tests.jsonl"
 SETUP = Phase("setup", ["make", "setup", "test-data"], 1200)
 CHECKS = Phase("checks", ["make", "check"], 900)
-TESTS = Phase("tests", ["make", "--no-print-directory", "suite", f"RECORD={RECORD}"], 3000)
+TESTS = Phase("tests", ["make", "--no-print-directory", "suite", f"RECORD={RECORD}"], 3300)
 DEMO = Phase("demo", ["make", "demo", "DEMO_FLAGS=--expect-gain 40"], 900)
 MOST_LINES = 30
 MOST_WORDS = 6

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from tests.gate.ends import Ends, Failure
 from tests.gate.flakes import DAYS, is_overdue
@@ -29,9 +29,8 @@ LIMIT_S = 1500.0
 # A file is named as a likely culprit only while there are few of them.
 NUM_NAMED = 3
 
-How: TypeAlias = Literal["passed", "failed", "did not run"]
-Repeat: TypeAlias = Callable[[str, Sequence[str]], How]
-"""Runs files and says how a test of them ended: (test, files or the test alone)."""
+Repeat: TypeAlias = Callable[[Sequence[str]], Ends]
+"""Runs files, or a test alone, in an interpreter of its own; what each test leaves open is looked for at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,14 @@ def judge(failures: Sequence[Failure], repeat: Repeat, flakes: Mapping[str, date
 def _judge(failure: Failure, repeat: Repeat, flakes: Mapping[str, date], today: date) -> Verdict:
     if not failure.can_be_repeated:
         return Verdict(failure, True, "it cannot be repeated by its name")
-    alone = repeat(failure.test, [failure.test])
-    if alone != "passed":
-        return Verdict(failure, True, f"alone it {alone} again" if alone == "failed" else f"alone it {alone}")
-    behind = repeat(failure.test, [*failure.behind, failure.file])
-    if behind != "passed":
-        return Verdict(failure, True, f"alone it passed; behind {_named(failure.behind)} it {behind}")
+    alone = repeat([failure.test])
+    if (how := alone.how(failure.test)) != "passed":
+        return Verdict(failure, True, f"alone it {how} again" if how == "failed" else f"alone it {how}")
+    behind = repeat([*failure.behind, failure.file])
+    if (how := behind.how(failure.test)) != "passed":
+        return Verdict(failure, True, f"alone it passed; behind {_named(failure.behind)} it {how}")
+    if failure.is_leak and (leaks := [one for one in behind.failures() if one.is_leak and one.file == failure.file]):
+        return Verdict(failure, True, f"the test that leaves it open is {leaks[0].test}")
     passed = "it passed alone and behind the files that had run before it"
     if failure.test.startswith(NEVER_EXCUSED):
         return Verdict(failure, True, f"{passed}; what stands in {failure.test.split('/')[1]} is never excused")
@@ -86,14 +87,11 @@ def _named(behind: Sequence[str]) -> str:
 def in_fresh_interpreters(logs: Path) -> Repeat:
     numbers = iter(range(1, 100))
 
-    def repeat(test: str, of: Sequence[str]) -> How:
+    def repeat(of: Sequence[str]) -> Ends:
         record = logs / f"again-{next(numbers)}.jsonl"
         chosen = " ".join(shlex.quote(one) for one in of).replace("$", "$$")
         command = ["make", "--no-print-directory", "suite", f"TEST_FLAGS={chosen}", f"RECORD={record}"]
         run(Phase(record.stem, command, LIMIT_S), logs, {"GSPO_TEST_LEAKS": "each"})
-        ends = Ends.read(record)
-        if not ends.ran(test):
-            return "did not run"
-        return "failed" if ends.failed(test) else "passed"
+        return Ends.read(record)
 
     return repeat

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class End:
         return self.test.partition("::")[0]
 
 
+How: TypeAlias = Literal["passed", "failed", "did not run"]
+LEFT_OPEN = "left open in "
+"""How the error begins of a test at whose end something was found that nobody had closed (`apparatus/leaks.py`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     test: str
@@ -34,6 +40,10 @@ class Failure:
     @property
     def file(self) -> str:
         return self.test.partition("::")[0]
+
+    @property
+    def is_leak(self) -> bool:
+        return LEFT_OPEN in self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +73,9 @@ class Ends:
     def skips(self) -> Counter[str]:
         return Counter(end.error for end in self.ends if end.outcome == "skipped")
 
-    def failed(self, test: str) -> bool:
-        return any(end.test == test for end in self._failed())
-
-    def ran(self, test: str) -> bool:
-        return any(end.test == test for end in self.ends)
+    def how(self, test: str) -> How:
+        outcomes = {end.outcome for end in self.ends if end.test == test}
+        return "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "did not run"
 
     def _failed(self) -> list[End]:
         return [end for end in self.ends if end.outcome == "failed"]

@@ -155,6 +155,20 @@ def test_what_passes_both_times_is_a_flake_told_loudly_and_excused(project: Proj
     assert re.search(r"^PHASE   tests +flaky", told, re.MULTILINE)
 
 
+def test_what_is_left_open_every_time_is_red_and_the_test_that_leaves_it_is_named(project: Project) -> None:
+    """At first its file is known, by its last test; when it is repeated each test is looked at."""
+    last, guilty = "tests/services/test_live.py::test_last", "tests/services/test_live.py::test_guilty"
+    left = "Failed: left open in test_live.py: ResourceWarning: subprocess 7 is still running"
+    project.runs(
+        [*PASSED, ended(last, "failed", left, "teardown")],
+        [ended(last, "passed")],
+        [ended(guilty, "failed", left, "teardown"), ended(last, "passed")],
+    )
+    status, told = project.gate()
+    assert status == 1
+    assert f"the test that leaves it open is {guilty}" in told
+
+
 def test_a_flake_is_not_excused_for_more_than_a_week(project: Project) -> None:
     project.runs([*PASSED, failed(LIVE)], [ended(LIVE, "passed")], [*PASSED, ended(LIVE, "passed")])
     (project.root / "tests" / "flakes.tsv").write_text(f"since\ttest\n2026-01-01\t{LIVE}\t3.0\tonce\n")

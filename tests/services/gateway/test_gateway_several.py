@@ -49,10 +49,12 @@ class Address:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             for port in self.generator.sample(self.ports, len(self.ports)):
-                with contextlib.suppress(ConnectionRefusedError):
+                try:
                     behind, before = await asyncio.open_connection("127.0.0.1", port)
-                    await asyncio.gather(_pipe(reader, before), _pipe(behind, writer))
-                    break
+                except ConnectionError:  # refused, or ended by a listener that was closed in this moment
+                    continue
+                await asyncio.gather(_pipe(reader, before), _pipe(behind, writer))
+                break
         writer.close()
 
 
