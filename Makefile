@@ -261,7 +261,7 @@ chaos-ready: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried
 chaos: chaos-ready  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
 	$(BIN)/python -m tests.chaos $(CHAOS_FLAGS)
 
-verify: chaos  ## what searches instead of checking, and so is not CI's: chaos with a drawn seed (before an issue is closed, before a release)
+verify: chaos  ## what searches: chaos with a drawn seed (before an issue is closed, before a release); CI plays one of tests/chaos/seeds.txt
 
 chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: each is noticed by a short chaos run
 	$(BIN)/python -m tests.chaos.mutants
