@@ -46,7 +46,7 @@ def main() -> int:
         done.append(run(DEMO, LOGS))
         of_chaos, first_try = chaos.played(LOGS)
         done.append(of_chaos)
-    red = [one for one in done if not is_excused(one, verdicts)]
+    red = [one for one in done if not is_excused(one, ends, verdicts)]
     seconds = time.monotonic() - begun
     lines = told(machine.told(), done, red, ends, verdicts)
     lines += [f"FLAKE   chaos: {first_try}"] if first_try else []
@@ -55,11 +55,11 @@ def main() -> int:
     return 1 if red else 0
 
 
-def is_excused(done: Done, verdicts: Sequence[Verdict]) -> bool:
-    """What ended well, and tests of which nothing failed but flakes."""
+def is_excused(done: Done, ends: Ends, verdicts: Sequence[Verdict]) -> bool:
+    """What ended well, and tests that all ran and of which nothing failed but flakes."""
     if done.is_ok:
         return True
-    return done.phase is TESTS and bool(verdicts) and not any(one.is_red for one in verdicts)
+    return done.phase is TESTS and ends.is_whole and bool(verdicts) and not any(one.is_red for one in verdicts)
 
 
 def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, verdicts: Sequence[Verdict]) -> list[str]:
@@ -67,7 +67,7 @@ def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, ve
     for one in done:
         word = "RED" if one in red else "ok" if one.is_ok else "flaky"
         lines.append(f"PHASE   {one.phase.name:7} {word:5} {one.seconds:5.0f} s  {_note(one, ends)}".rstrip())
-    is_told = any(one.is_red for one in verdicts)
+    is_told = ends.is_whole and any(one.is_red for one in verdicts)
     for one in red:
         if one.phase is not TESTS or not is_told:
             how = "ran out of time" if one.status == 124 else f"status {one.status}"

@@ -49,12 +49,15 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Ends:
     ends: Sequence[End]
+    is_whole: bool = False
+    """Whether pytest ran all that it had chosen: it ended as it does when tests have passed or failed."""
 
     @classmethod
     def read(cls, path: Path) -> Ends:
         """Of a run that wrote nothing: no ends."""
-        lines = path.read_text().splitlines() if path.exists() else []
-        return cls([End(**json.loads(line)) for line in lines])
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        is_whole = any(line.get("exit") in (0, 1) for line in lines)
+        return cls([End(**line) for line in lines if "test" in line], is_whole)
 
     @property
     def num_passed(self) -> int:

@@ -72,9 +72,12 @@ class Project:
         )
         path.chmod(0o755)
 
+    exit_status = 1
+
     def runs(self, *runs: Sequence[dict[str, str]]) -> None:
         for number, run in enumerate(runs):
-            (self.root / f"run.{number}").write_text("".join(json.dumps(end) + "\n" for end in run))
+            told = [*run, {"exit": self.exit_status}]
+            (self.root / f"run.{number}").write_text("".join(json.dumps(line) + "\n" for line in told))
         (self.root / "suite.py").write_text(
             "import os, shutil, sys\n"
             "number = len([one for one in os.listdir('.') if one.startswith('asked.')])\n"
@@ -167,6 +170,15 @@ def test_what_is_left_open_every_time_is_red_and_the_test_that_leaves_it_is_name
     status, told = project.gate()
     assert status == 1
     assert f"the test that leaves it open is {guilty}" in told
+
+
+def test_no_flake_excuses_a_run_that_did_not_come_to_its_end(project: Project) -> None:
+    project.exit_status = 3  # an error of pytest itself: who knows what has not run
+    project.runs([*PASSED, failed(LIVE)], [ended(LIVE, "passed")], [*PASSED, ended(LIVE, "passed")])
+    status, told = project.gate()
+    assert status == 1
+    assert f"FLAKE   {LIVE}" in told
+    assert "RED     tests: status 2; again: make" in told
 
 
 def test_a_flake_is_not_excused_for_more_than_a_week(project: Project) -> None:

@@ -69,6 +69,7 @@ def run(folder: Path, *flags: str, files: dict[str, str], leaks: str = "file") -
 @pytest.mark.parametrize("flags", [(), ("-n", "1")], ids=["one process", "a worker"])
 def test_how_tests_ended_with_one_line_of_their_errors(flags: tuple[str, ...], tmp_path: Path) -> None:
     ends = run(tmp_path, *flags, files={"test_a.py": "def test_first(): ...\n", "test_b.py": MANY})
+    assert ends.is_whole
     assert ends.num_passed == 2
     assert ends.skips() == {"not today": 1}
     fails, broken = ends.failures()
