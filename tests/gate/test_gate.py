@@ -74,6 +74,8 @@ class Project:
 
     exit_status = 1
 
+    exit_status = 1
+
     def runs(self, *runs: Sequence[dict[str, str]]) -> None:
         for number, run in enumerate(runs):
             told = [*run, {"exit": self.exit_status}]
