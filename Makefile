@@ -68,7 +68,9 @@ $(QWEN)/tokenizer.json: $(STAMP)
 	@$(BIN)/python -m tests.core.qwen_vocabulary || echo "tests with it will be skipped"
 
 suite: $(STAMP) $(QWEN)/tokenizer.json
-	$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record $(RECORD))
+	@echo '$(BIN)/pytest -m "$(NORMAL)" $(subst ','\'',$(TEST_FLAGS))'
+	@$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record "$(RECORD)"); status=$$?; \
+	if [ -n "$(RECORD)" ]; then echo "{\"exit\": $$status}" >> "$(RECORD)"; fi; exit $$status
 
 TIMES ?= 20
 

@@ -1,6 +1,6 @@
 """What holds for every test: no property is judged by its time, and no parse meets what an earlier test left behind.
 
-Examples of properties are drawn, but in CI: there a tree meets the same ones each time.
+Examples of properties are drawn, except in CI: there a tree meets the same ones each time.
 
 Python up to 3.12 cannot parse while it parses. The collector may run in the middle of `ast.parse` and finalise a task
 or a connection of an earlier test; whoever reports its exception formats a traceback, and that parses too. The outer

@@ -19,6 +19,9 @@ def found() -> list[str]:
     def hear(unraisable: sys.UnraisableHookArgs) -> None:
         told.append(f"{type(unraisable.exc_value).__name__}: {unraisable.exc_value} ({unraisable.object!r})"[:200])
 
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # of a test that failed: it holds its frames
+        if hasattr(sys, name):
+            delattr(sys, name)
     with mock.patch.object(sys, "unraisablehook", hear), warnings.catch_warnings():
         warnings.simplefilter("error")
         gc.collect()

@@ -1,5 +1,5 @@
 """No single byte of a bundle, of a job's past or of its chain can differ unnoticed: also where logs were archived, and
-episodes erased. The seed is drawn, but in CI, and said where one is believed.
+episodes erased. The seed is drawn, except in CI, and said where one is believed.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ that is.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -18,10 +19,10 @@ from tests.gate import chaos, flakes, skips
 from tests.gate.confirm import Verdict, in_fresh_interpreters, judge
 from tests.gate.ends import Ends
 from tests.gate.machine import Machine
-from tests.gate.phases import Done, Phase, run
+from tests.gate.phases import TOO_LONG, Done, Phase, end_with_us, run
 
 ROOT = Path(__file__).parents[2]
-LOGS = ROOT / ".make" / "gate"
+LOGS = Path(".make") / "gate"
 RECORD = LOGS / "tests.jsonl"
 SETUP = Phase("setup", ["make", "setup", "test-data"], 1200)
 CHECKS = Phase("checks", ["make", "check"], 900)
@@ -32,7 +33,9 @@ MOST_WORDS = 6
 
 
 def main() -> int:
-    begun, machine = time.monotonic(), Machine()
+    end_with_us()
+    os.chdir(ROOT)
+    begun, machine, known = time.monotonic(), Machine(), flakes.known(flakes.LIST.read_text())
     done = [run(SETUP, LOGS)]
     verdicts: list[Verdict] = []
     ends, first_try = Ends([]), ""
@@ -41,7 +44,6 @@ def main() -> int:
         RECORD.unlink(missing_ok=True)
         done.append(run(TESTS, LOGS))
         ends = Ends.read(RECORD)
-        known = flakes.known(flakes.LIST.read_text())
         verdicts = judge(ends.failures(), in_fresh_interpreters(LOGS), known, date.today())
         done.append(run(DEMO, LOGS))
         of_chaos, first_try = chaos.played(LOGS)
@@ -59,7 +61,8 @@ def is_excused(done: Done, ends: Ends, verdicts: Sequence[Verdict]) -> bool:
     """What ended well, and tests that all ran and of which nothing failed but flakes."""
     if done.is_ok:
         return True
-    return done.phase is TESTS and ends.is_whole and bool(verdicts) and not any(one.is_red for one in verdicts)
+    came_to_its_end = done.phase is TESTS and done.status != TOO_LONG and ends.is_whole
+    return came_to_its_end and bool(verdicts) and not any(one.is_red for one in verdicts)
 
 
 def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, verdicts: Sequence[Verdict]) -> list[str]:
@@ -70,14 +73,14 @@ def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, ve
     is_told = ends.is_whole and any(one.is_red for one in verdicts)
     for one in red:
         if one.phase is not TESTS or not is_told:
-            how = "ran out of time" if one.status == 124 else f"status {one.status}"
+            how = "ran out of time" if one.status == TOO_LONG else f"status {one.status}"
             lines.append(f"RED     {one.phase.name}: {how}; again: {' '.join(one.phase.command)}")
             lines += [f"        {words[:200]}" for words in one.words(MOST_WORDS)]
     for verdict in sorted(verdicts, key=lambda one: not one.is_red):
         lines += verdict.lines()
     lines += skips.told(ends.skips())
     if len(lines) >= MOST_LINES:
-        lines = [*lines[: MOST_LINES - 2], f"        and {len(lines) - MOST_LINES + 2} more lines: {LOGS.name}/*.log"]
+        lines = [*lines[: MOST_LINES - 2], f"        and {len(lines) - MOST_LINES + 2} more lines"]
     return lines
 
 

@@ -31,7 +31,10 @@ def phase(tree: str) -> Phase:
 
 
 def tree() -> str:
-    said = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], capture_output=True, text=True, check=False)
+    try:
+        said = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "0"
     return said.stdout.strip() or "0"
 
 

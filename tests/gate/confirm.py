@@ -3,11 +3,11 @@
 | alone | behind its files | verdict |
 |---|---|---|
 | fails | | red |
-| passes | fails | red: something that ran before it is to blame |
-| passes | passes | a flake: told, and the gate stays open for it |
+| passes | it or another one fails | red: something that ran before it is to blame, or struck another this time |
+| passes | all pass | a flake: told, and the gate stays open for it |
 
-Never excused: more than two tests of a run, what cannot be repeated by its name, what asks no clock and starts no
-process, what judges formats and releases, and a flake that has stood on the list for more than a week.
+Never excused: more than two of a run, what cannot be repeated by its name, what `never_excused` lists, and a flake that
+has stood on the list for more than a week.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TypeAlias
 
 from tests.gate.ends import Ends, Failure
 from tests.gate.flakes import DAYS, is_overdue
+from tests.gate.never_excused import is_never_excused
 from tests.gate.phases import Phase, run
 
 MAX_EXCUSED = 2
-NEVER_EXCUSED = ("tests/core/", "tests/environments/", "tests/oracles/", "tests/releases/", "tests/repo/")
-LIMIT_S = 1500.0
+LIMIT_S = 3300.0
 # A file is named as a likely culprit only while there are few of them.
 NUM_NAMED = 3
 
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def judge(failures: Sequence[Failure], repeat: Repeat, flakes: Mapping[str, date], today: date) -> list[Verdict]:
-    if len(failures) > MAX_EXCUSED:
+    if len({one.cause for one in failures}) > MAX_EXCUSED:
         why = f"{len(failures)} tests failed: so many are never excused, and none was repeated"
         return [Verdict(one, True, why) for one in failures]
     return [_judge(one, repeat, flakes, today) for one in failures]
@@ -66,11 +66,12 @@ def _judge(failure: Failure, repeat: Repeat, flakes: Mapping[str, date], today: 
     behind = repeat([*failure.behind, failure.file])
     if (how := behind.how(failure.test)) != "passed":
         return Verdict(failure, True, f"alone it passed; behind {_named(failure.behind)} it {how}")
-    if failure.is_leak and (leaks := [one for one in behind.failures() if one.is_leak and one.file == failure.file]):
-        return Verdict(failure, True, f"the test that leaves it open is {leaks[0].test}")
+    if others := [*alone.failures(), *behind.failures()]:
+        what = "the test that leaves something open is" if others[0].is_leak else "it passed, and this failed instead:"
+        return Verdict(failure, True, f"{what} {others[0].test}: {others[0].error[:120]}")
     passed = "it passed alone and behind the files that had run before it"
-    if failure.test.startswith(NEVER_EXCUSED):
-        return Verdict(failure, True, f"{passed}; what stands in {failure.test.split('/')[1]} is never excused")
+    if is_never_excused(failure.test):
+        return Verdict(failure, True, f"{passed}; what it judges is never excused")
     if is_overdue(failure.test, flakes, today):
         since = flakes[failure.test]
         return Verdict(failure, True, f"{passed}, and is a known flake since {since}, for more than {DAYS} days")
@@ -89,6 +90,7 @@ def in_fresh_interpreters(logs: Path) -> Repeat:
 
     def repeat(of: Sequence[str]) -> Ends:
         record = logs / f"again-{next(numbers)}.jsonl"
+        record.unlink(missing_ok=True)
         chosen = " ".join(shlex.quote(one) for one in of).replace("$", "$$")
         command = ["make", "--no-print-directory", "suite", f"TEST_FLAGS={chosen}", f"RECORD={record}"]
         run(Phase(record.stem, command, LIMIT_S), logs, {"GSPO_TEST_LEAKS": "each"})

@@ -23,7 +23,7 @@ class End:
         return self.test.partition("::")[0]
 
 
-How: TypeAlias = Literal["passed", "failed", "did not run"]
+How: TypeAlias = Literal["passed", "failed", "did not run", "did not run to its end"]
 LEFT_OPEN = "left open in "
 """How the error begins of a test at whose end something was found that nobody had closed (`apparatus/leaks.py`)."""
 
@@ -36,6 +36,8 @@ class Failure:
     """The files that the same interpreter had run before its own, in order."""
     can_be_repeated: bool
     """By its name: no file that cannot be read, no interpreter that ended."""
+    is_of_fixture: bool
+    """It failed before it began."""
 
     @property
     def file(self) -> str:
@@ -45,12 +47,17 @@ class Failure:
     def is_leak(self) -> bool:
         return LEFT_OPEN in self.error
 
+    @property
+    def cause(self) -> tuple[str, str]:
+        """One for all tests of a file that a fixture of theirs has failed in one way."""
+        return (self.file, self.error) if self.is_of_fixture else (self.test, "")
+
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     ends: Sequence[End]
     is_whole: bool = False
-    """Whether pytest ran all that it had chosen: it ended as it does when tests have passed or failed."""
+    """Whether pytest ran all that it had chosen and came to its end, as it does when tests have passed or failed."""
 
     @classmethod
     def read(cls, path: Path) -> Ends:
@@ -70,13 +77,16 @@ class Ends:
         for place, end in enumerate(self.ends):
             if end.outcome == "failed" and end.test not in found:
                 can_be_repeated = end.when in ("setup", "call", "teardown") and "::" in end.test
-                found[end.test] = Failure(end.test, end.error, self._behind(place), can_be_repeated)
+                behind, of_fixture = self._behind(place), end.when == "setup"
+                found[end.test] = Failure(end.test, end.error, behind, can_be_repeated, of_fixture)
         return list(found.values())
 
     def skips(self) -> Counter[str]:
         return Counter(end.error for end in self.ends if end.outcome == "skipped")
 
     def how(self, test: str) -> How:
+        if not self.is_whole:
+            return "did not run to its end"
         outcomes = {end.outcome for end in self.ends if end.test == test}
         return "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "did not run"
 

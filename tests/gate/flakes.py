@@ -18,10 +18,14 @@ DAYS = 7
 
 def known(text: str) -> Mapping[str, date]:
     """Test -> since when it stands on the list."""
-    rows = [line.split("\t") for line in text.splitlines()[1:] if line]
     found: dict[str, date] = {}
-    for since, test, *_ in rows:
-        found.setdefault(test, date.fromisoformat(since))
+    for number, line in enumerate(text.splitlines()[1:], 2):
+        since, _, rest = line.partition("\t")
+        try:
+            found.setdefault(rest.partition("\t")[0], date.fromisoformat(since))
+        except ValueError:
+            meant = "a line is a date, a test, a load and an error, with tabs between"
+            raise ValueError(f"{LIST.name}:{number}: {meant}") from None
     return found
 
 
@@ -38,7 +42,8 @@ def main() -> int:
         print(f"{test} names no test: write it as pytest does, FILE::NAME")
         return 2
     with LIST.open("a") as rows:
-        rows.write("\t".join((date.today().isoformat(), test, f"{os.getloadavg()[0]:.1f}", error)) + "\n")
+        one_line = " ".join(error.split())
+        rows.write("\t".join((date.today().isoformat(), test, f"{os.getloadavg()[0]:.1f}", one_line)) + "\n")
     return 0
 
 

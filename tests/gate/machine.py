@@ -43,5 +43,8 @@ class Machine:
 
 
 def _commit() -> str:
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "no git"
     return said.stdout.strip() or "no commit"

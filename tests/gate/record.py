@@ -1,8 +1,8 @@
 """A plugin of pytest: `-p tests.gate.record --record FILE` notes how each test ended, in the order of the ends.
 
 With several workers the one process that hears of all of them writes. From the lines follow what failed, with which
-error, which files ran before it in the same interpreter, and what was skipped for which reason. The last line says that
-pytest came to its own end: without it more may be missing than is known.
+error, which files ran before it in the same interpreter, and what was skipped for which reason. Whoever started pytest
+adds a line with its status: without it more may be missing than is known.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ class _Record:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome == "failed":
             self._note(report, "collect", "")
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self._file.write(json.dumps({"exit": int(exitstatus)}) + "\n")
 
     def _note(self, report: Any, when: str, worker: str) -> None:
         error = "" if report.outcome == "passed" else _one_line(report.longrepr)

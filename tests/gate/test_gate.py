@@ -72,13 +72,9 @@ class Project:
         )
         path.chmod(0o755)
 
-    exit_status = 1
-
-    exit_status = 1
-
     def runs(self, *runs: Sequence[dict[str, str]]) -> None:
         for number, run in enumerate(runs):
-            told = [*run, {"exit": self.exit_status}]
+            told = [*run, {"exit": 1}]
             (self.root / f"run.{number}").write_text("".join(json.dumps(line) + "\n" for line in told))
         (self.root / "suite.py").write_text(
             "import os, shutil, sys\n"
@@ -96,6 +92,7 @@ class Project:
         """Its status and its last lines."""
         (self.root / "Makefile").write_text("".join(f"{name}:\n\t@{recipe}\n" for name, recipe in self.recipes.items()))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        environment |= {"PYTHON": sys.executable, "LC_ALL": "C"}
         done = subprocess.run(
             ["bash", ".ci/run"],
             cwd=self.root,
@@ -171,12 +168,40 @@ def test_what_is_left_open_every_time_is_red_and_the_test_that_leaves_it_is_name
     )
     status, told = project.gate()
     assert status == 1
-    assert f"the test that leaves it open is {guilty}" in told
+    assert f"the test that leaves something open is {guilty}" in told
+
+
+def test_what_strikes_another_test_when_it_is_repeated_is_red(project: Project) -> None:
+    other = "tests/services/test_first.py::test_other"
+    project.runs([*PASSED, failed(LIVE)], [ended(LIVE, "passed")], [failed(other), ended(LIVE, "passed")])
+    status, told = project.gate()
+    assert status == 1
+    assert f"it passed, and this failed instead: {other}: AssertionError: 1 == 2" in told
+
+
+def test_a_repeat_that_does_not_come_to_its_end_excuses_nothing(project: Project) -> None:
+    project.runs([*PASSED, failed(LIVE)], [ended(LIVE, "passed")])
+    path = project.root / "run.1"
+    path.write_text(path.read_text().replace('{"exit": 1}', '{"exit": 3}'))
+    status, told = project.gate()
+    assert status == 1
+    assert "alone it did not run to its end" in told
+
+
+def test_a_fixture_that_fails_for_all_tests_of_a_file_is_one_failure(project: Project) -> None:
+    tests = [f"tests/services/test_live.py::test_{number}" for number in range(5)]
+    again = [ended(test, "passed") for test in tests]
+    runs = [again] * 10
+    project.runs([*PASSED, *(failed(test, "setup") for test in tests)], *runs)
+    status, told = project.gate()
+    assert status == 0
+    assert told.count("FLAKE") == 5
 
 
 def test_no_flake_excuses_a_run_that_did_not_come_to_its_end(project: Project) -> None:
-    project.exit_status = 3  # an error of pytest itself: who knows what has not run
     project.runs([*PASSED, failed(LIVE)], [ended(LIVE, "passed")], [*PASSED, ended(LIVE, "passed")])
+    path = project.root / "run.0"  # an error of pytest itself: who knows what has not run
+    path.write_text(path.read_text().replace('{"exit": 1}', '{"exit": 3}'))
     status, told = project.gate()
     assert status == 1
     assert f"FLAKE   {LIVE}" in told
@@ -194,13 +219,15 @@ def test_a_flake_is_not_excused_for_more_than_a_week(project: Project) -> None:
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        ([failed(PURE)], "what stands in core is never excused"),
+        ([failed(PURE)], "what it judges is never excused"),
+        ([failed("tests/services/hosts/test_walls.py::test_a_wall")], "what it judges is never excused"),
         ([failed("tests/services/test_broken.py", "collect")], "cannot be repeated by its name"),
         ([failed(f"tests/services/test_live.py::test_{number}") for number in range(3)], "3 tests failed: so many"),
     ],
 )
 def test_what_is_never_excused(project: Project, run: list[dict[str, str]], why: str) -> None:
-    project.runs([*PASSED, *run], [ended(PURE, "passed")], [ended(PURE, "passed")])
+    again = [ended(one["test"], "passed") for one in run]
+    project.runs([*PASSED, *run], again, again)
     status, told = project.gate()
     assert status == 1
     assert why in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def run(folder: Path, *flags: str, files: dict[str, str], leaks: str = "file") -
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gate.record", "--record", str(record), *flags]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "GSPO_TEST_LEAKS": leaks}
-    subprocess.run([*argv, *sorted(files)], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*argv, *sorted(files)], cwd=folder, env=environment, capture_output=True, check=False)
+    with record.open("a") as file:  # as `make suite` does
+        file.write(json.dumps({"exit": done.returncode}) + "\n")
     return Ends.read(record)
 
 

@@ -221,7 +221,7 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
 
 
 # Blocks that need no line.
-TARGETS = Judged("targets take minutes, and `make test` is what runs this; CI runs them, here it is `make -n`")
+TARGETS = Judged("targets take minutes, and `make test` is what runs this; here it is `make -n`")
 
 
 def held(one: Block) -> list[By | Typed | Judged | Shown]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.gate import flakes
+from tests.gate.never_excused import is_never_excused
 from tests.quarantine import PAGE, ROW, Row, mark, rows
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +18,16 @@ def test_every_row_of_the_quarantine_is_read_and_names_a_test() -> None:
     written = [line for line in page.partition("|---|")[2].splitlines()[1:] if line.startswith("|")]
     assert [line for line in written if not ROW.fullmatch(line)] == []
     for row in rows(page):
-        file, name, *_ = re.split(r"::|\[", row.test)
+        file, *_, name = row.test.partition("[")[0].split("::")
         assert f"def {name}(" in (ROOT / file).read_text(), row.test
+        assert not is_never_excused(row.test), f"{row.test} is never set apart"
+
+
+def test_every_line_of_the_flakes_is_read_and_names_a_test_that_may_be_excused() -> None:
+    for test in flakes.known(flakes.LIST.read_text()):
+        file, *_, name = test.partition("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test
+        assert not is_never_excused(test), f"{test} is never excused"
 
 
 class _Item:
