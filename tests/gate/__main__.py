@@ -1,6 +1,6 @@
 """The gate: `python3 -m tests.gate` runs what a change must pass, each phase timed; the last lines say what happened.
 
-Set-up, checks, tests, the demo, chaos. A later phase runs although an earlier one failed, since what is wrong is best
+Set-up, checks, tests, the demo. A later phase runs although an earlier one failed, since what is wrong is best
 known at once; without a set-up there is nothing to run. It is started before anything is installed, and imports nothing
 that is.
 """

@@ -536,11 +536,17 @@ class Lasting(Attacker):
         self._listening = socket.create_server(("0.0.0.0", 0))
         return str(self._listening.getsockname()[1])
 
-    def daemon(self, mark: str) -> str:
-        """Leave a daemon, and end who would end it."""
+    def daemon(self, mark: str, waits: bool) -> str:
+        """Leave a daemon, and end who would end it.
+
+        Where that ends this process too, it waits for it: on a busy machine who is killed may live on for a moment, and
+        an answer meanwhile has its session closed, which ends the daemon.
+        """
         program = f"import time\ntime.sleep(300)  # {mark}"
         subprocess.Popen([sys.executable, "-I", "-S", "-c", program], start_new_session=True)
         os.kill(os.getppid(), signal.SIGKILL)
+        if waits:
+            time.sleep(600)
         return "left"
 
 

@@ -217,7 +217,7 @@ async def test_no_daemon_outlives_its_trial_behind_a_wall(place: Place, tier: Ti
     mark = f"mark-{os.urandom(8).hex()}"
     environment = await place.host(tier, "Lasting")
     with contextlib.suppress(SessionLost):
-        await (await begun(environment)).act(call("daemon", mark=mark))
+        await (await begun(environment)).act(call("daemon", mark=mark, waits=survives))
     if not survives:
         assert not environment.pool._server.is_dead
     await environment.close()
