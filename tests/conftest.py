@@ -1,5 +1,7 @@
 """What holds for every test: no property is judged by its time, and no parse meets what an earlier test left behind.
 
+Examples of properties are drawn, except in CI: there a tree meets the same ones each time.
+
 Python up to 3.12 cannot parse while it parses. The collector may run in the middle of `ast.parse` and finalise a task
 or a connection of an earlier test; whoever reports its exception formats a traceback, and that parses too. The outer
 parse then ends with "SystemError: AST constructor recursion depth mismatch", whatever its text was.
@@ -26,6 +28,7 @@ import functools
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import quarantine
-from tests.apparatus import leaks
+from tests.apparatus import leaks, redis_servers
 from tests.apparatus.warm_python import WarmPython
 from tests.heaviest import HEAVIEST
 
@@ -43,9 +46,13 @@ LEAKS = os.environ.get("GSPO_TEST_LEAKS", "file")
 """When what was left open is looked for: at the end of each file, or of each test."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported
+# The name of a Unix socket has at most 107 bytes, and what pytest and a server put below the temporary folder has 78.
+if len(tempfile.gettempdir()) > 29:
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("the same", settings.get_profile("drawn"), derandomize=True, database=None)
+settings.load_profile("the same" if os.environ.get("CI") else "drawn")
 
 parse_and_collect = ast.parse
 
@@ -78,6 +85,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if LEAKS == "each" or nextitem is None or nextitem.path != item.path:
         leaks.refuse(item.nodeid if LEAKS == "each" else item.path.name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        redis_servers.servers()  # known to all workers alike
 
 
 def pytest_collection_finish() -> None:

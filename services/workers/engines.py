@@ -325,8 +325,7 @@ class JobEngines:
     async def refresh(self) -> None:
         current = await self._retrier.try_once(self._versions.current, self._job)
         if current is not None and current.version not in self._steps:
-            self._learn(await self._retrier.keep_trying(self._versions.all, self._job))
-            self._published = current
+            self._learn([*await self._retrier.keep_trying(self._versions.all, self._job), current])
         self._avoided.clear()
         self._serve_queue()
 
@@ -495,6 +494,8 @@ class JobEngines:
     def _learn(self, manifests: Sequence[WeightsManifest]) -> None:
         # A server that was wiped knows fewer for a while; what was published stays published.
         self._steps = {**self._steps, **{manifest.version: manifest.step for manifest in manifests}}
+        known = [*manifests] if self._published is None else [*manifests, self._published]
+        self._published = max(known, key=lambda manifest: manifest.version, default=None)
 
 
 async def _answer_of(engine: WatchedEngine, request: Coroutine[None, None, Generation]) -> Generation | None:

@@ -6,6 +6,14 @@ import os
 from pathlib import Path
 
 
+def is_running(pid: int | str) -> bool:
+    """False of one that has ended, also where nobody has asked how yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # gone before it is opened, or while it is read
+        return False
+
+
 def processes_of(folder: Path) -> list[Path]:
     """Their entries below /proc."""
     found = []

@@ -1,6 +1,7 @@
 """``python -m tests.chaos [--seed N] [--faults N] [--minutes M]``: a chaos run, judged by the oracle.
 
-The oracle is a process of its own: ``python -m tests.chaos.oracle WORKDIR`` says the same again later.
+The oracle is a process of its own: ``python -m tests.chaos.oracle WORKDIR`` says the same again later. The status is 0
+where all is well, 3 where something only came late (`lateness`), else 1.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from pathlib import Path
 from tests.chaos.coverage import told
 from tests.chaos.departures import warnings
 from tests.chaos.jobs import NUM_KINDS, PLAYERS, TRANSPORTS
+from tests.chaos.lateness import LATE
 from tests.chaos.report import table
 from tests.chaos.runner import SETTLE_S, Options, Run
 from tests.chaos.schedule import WEIGHTS
 from tests.chaos.stack import Size
 from tests.chaos.streams import told_of
-from tests.chaos.users import RunFailed
+from tests.chaos.users import RunFailed, RunLate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,23 +41,26 @@ def main() -> int:
     again = f"chaos: again with: {command_of(arguments, seed)}"
     print(f"chaos: seed {seed}, {options.faults} faults in {options.minutes:g} minutes, in {work}\n{again}", flush=True)
     run = Run(work, options)
-    is_well = False
+    status = 1
     try:
         asyncio.run(run.play())
         print(summary(work, options.kinds), flush=True)
-        is_well = judge(work, arguments.oracle_root) and nothing_is_missing(work)
+        status = judge(work, arguments.oracle_root)
+        if not nothing_is_missing(work):
+            status = status or LATE
     except RunFailed as error:
+        status = LATE if isinstance(error, RunLate) else 1
         print("\n".join(f"chaos: {line}" for line in warnings(work)), flush=True)
         print(f"chaos: FAILED: {error}", flush=True)
     finally:
-        if is_well and not arguments.keep:
+        if not status and not arguments.keep:
             run.disk.close()
             shutil.rmtree(work.parent if arguments.work is None else work)
         else:
             run.keep()
             print(f"chaos: kept in {work}", flush=True)
         print(again, flush=True)
-    return 0 if is_well else 1
+    return status
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -119,9 +124,11 @@ def _shown(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def judge(work: Path, root: Path) -> bool:
+def judge(work: Path, root: Path) -> int:
+    """0, LATE where nothing is wrong that more time might not have mended, or 1."""
     env = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run([sys.executable, "-m", "tests.chaos.oracle", str(work)], cwd=root, env=env).returncode == 0
+    status = subprocess.run([sys.executable, "-m", "tests.chaos.oracle", str(work)], cwd=root, env=env).returncode
+    return status if status in (0, LATE) else 1
 
 
 def nothing_is_missing(work: Path) -> bool:

@@ -33,6 +33,11 @@ def wrong(evidence: Evidence) -> list[End]:
     return [end for end in evidence.ends if not _is_in_order(end, evidence)]
 
 
+def may_be_late(end: End) -> bool:
+    """Of an end that was not in order: whether it was asked for and only came late, or cut something short for it."""
+    return end.asked is not None and (end.is_late or end.status in (1, -signal.SIGTERM))
+
+
 def _is_in_order(end: End, evidence: Evidence) -> bool:
     if end.asked is None or end.is_late:
         return False

@@ -10,13 +10,15 @@ from itertools import pairwise
 
 from services.files.batch_log import LoggedBatch
 from tests.chaos.evidence import Evidence, JobEvidence, Place
+from tests.chaos.lateness import Late
 
 
 def jobs_are_over(job: JobEvidence) -> Iterator[str]:
     if job.is_given_up:
         return
-    if job.status.get("status") != "succeeded":
-        yield f"it is {job.status.get('status')}: {job.status}"
+    if (status := job.status.get("status")) != "succeeded":
+        told = f"it is {status}: {job.status}"
+        yield told if status in ("failed", "cancelled") else Late(told)
     # Who has come to the end before the request did may succeed all the same.
     elif any(act["act"] == "cancelled" for act in job.acts) and len(job.lineage) < job.spec.steps:
         yield "it was to be cancelled, to which the API had said yes"

@@ -12,6 +12,7 @@ from services.state.functions import LUA
 from services.state.server import RedisServer
 from tests.chaos import departures
 from tests.chaos.evidence import Evidence
+from tests.chaos.lateness import Late
 
 # What a job that is over may still be asked for; its queue is gone.
 _LASTING = {
@@ -42,12 +43,13 @@ def jobs_are_those_that_were_submitted(evidence: Evidence) -> Iterator[str]:
 
 def nothing_crashed(evidence: Evidence) -> Iterator[str]:
     if evidence.end is None:
-        yield "the run has not come to its end"
+        yield Late("the run has not come to its end")
         return
     for end in departures.wrong(evidence):
-        yield f"{end.name}/{end.pid} {departures.described(end)}"
+        told = f"{end.name}/{end.pid} {departures.described(end)}"
+        yield Late(told) if departures.may_be_late(end) else told
     for pid, command in evidence.end["left_processes"].items():
-        yield f"process {pid} was left behind: {command}"
+        yield Late(f"process {pid} was left behind: {command}")
 
 
 def redis_holds_no_queue(evidence: Evidence) -> Iterator[str]:

@@ -31,6 +31,7 @@ from tests.chaos import (
     judge_weights,
 )
 from tests.chaos.evidence import Evidence, JobEvidence
+from tests.chaos.lateness import Late, status
 from tests.chaos.talk import Talker
 
 MAX_SHOWN = 5
@@ -87,22 +88,27 @@ def judge(work: Path) -> list[str]:
         problems += _found(name, check)
     for job in evidence.jobs:
         for name, check in checks_of_a_job(evidence, job, talker):
-            problems += [f"{job.id}: {problem}" for problem in _found(name, check)]
+            problems += [_named(job.id, problem) for problem in _found(name, check)]
     return problems
 
 
 def _found(name: str, check: Check) -> list[str]:
     """A check that cannot even be made is a problem, whatever the reason."""
-    found = []
+    found: list[str] = []
     try:
         for problem in check():
-            found.append(f"{name}: {problem}")
+            found.append(_named(name, problem))
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
         found.append(f"{name}: cannot be checked: {type(error).__name__}: {error} ({where})")
+    found.sort(key=lambda problem: isinstance(problem, Late))  # what no time mends comes first
     more = len(found) - MAX_SHOWN
-    return found[:MAX_SHOWN] + ([f"{name}: and {more} more"] if more > 0 else [])
+    return found[:MAX_SHOWN] + ([type(found[MAX_SHOWN])(f"{name}: and {more} more")] if more > 0 else [])
+
+
+def _named(name: str, problem: str) -> str:
+    return type(problem)(f"{name}: {problem}")
 
 
 def main() -> int:
@@ -121,12 +127,14 @@ def main() -> int:
     num_groups = (
         sum(len(batch.groups) for job in evidence.jobs for batch in job.batches.values()) if not problems else 0
     )
-    verdict = f"{len(problems)} problems" if problems else f"all is well: {num_groups} groups trained once"
+    num_late = sum(isinstance(problem, Late) for problem in problems)
+    of_time = f", {num_late} of them only of time" if num_late else ""
+    verdict = f"{len(problems)} problems{of_time}" if problems else f"all is well: {num_groups} groups trained once"
     print(
         f"oracle: {len(evidence.jobs)} jobs, {num_steps} steps, {verdict} ({time.monotonic() - began:.0f} s)",
         flush=True,
     )
-    return 1 if problems else 0
+    return status(problems)
 
 
 if __name__ == "__main__":

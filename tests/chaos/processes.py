@@ -69,7 +69,7 @@ class Nursery:
         self._absences = absences
         self._env = env
         self._child: asyncio.subprocess.Process | None = None
-        self._births: dict[str, asyncio.Future[int]] = {}
+        self._births: dict[str, tuple[Process, asyncio.Future[None]]] = {}
         self._by_pid: dict[int, Process] = {}
         self._listening: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -107,13 +107,23 @@ class Nursery:
         assert self._child is not None
         assert self._child.stdout is not None
         while line := await self._child.stdout.readline():
-            told = json.loads(line)
-            if "ready" in told:
-                self._ready.set()
-            elif "born" in told:
-                self._births.pop(told["born"]).set_result(told["pid"])
-            else:
-                self._note_death(told["died"], told["status"])
+            self._hear(json.loads(line))
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if "ready" in told:
+            self._ready.set()
+        elif "born" in told:
+            process, born = self._births.pop(told["born"])
+            self._note_birth(process, told["pid"])  # at once: its death may stand in the next line
+            if not born.done():
+                born.set_result(None)
+        else:
+            self._note_death(told["died"], told["status"])
+
+    def _note_birth(self, process: Process, pid: int) -> None:
+        process.pid, process.born_at, process.is_stopped = pid, time.time(), False
+        process.ended = asyncio.Event()
+        self._by_pid[pid] = process
 
     async def start(self, name: str, service: str, argv: list[str], env: dict[str, str]) -> Process:
         process = Process(name, service, argv, env)
@@ -126,15 +136,12 @@ class Nursery:
         assert self._child.stdin is not None
         self._count += 1
         number = f"{process.name}-{self._count}"
-        self._births[number] = asyncio.get_running_loop().create_future()
+        born = asyncio.get_running_loop().create_future()
+        self._births[number] = process, born
         order = {"id": number, "service": process.service, "argv": process.argv, "env": process.env}
         order["log"] = str(self._log_dir / process.name)
         self._child.stdin.write(json.dumps(order).encode() + b"\n")
-        born = self._births[number]
-        pid = await born
-        process.pid, process.born_at, process.is_stopped = pid, time.time(), False
-        process.ended = asyncio.Event()
-        self._by_pid[pid] = process
+        await born
 
     def _note_death(self, pid: int, status: int) -> None:
         process = self._by_pid.pop(pid, None)

@@ -33,7 +33,7 @@ from tests.chaos.processes import marked, stamp
 from tests.chaos.report import Recoveries
 from tests.chaos.schedule import FROM_DISK, OVER_GROUP, WEIGHTS, Fault, plan
 from tests.chaos.stack import AGENT_PYTHON, Size, Stack
-from tests.chaos.users import RunFailed, Users
+from tests.chaos.users import RunFailed, RunLate, Users
 from tests.chaos.watch import Watch, impatient
 from tests.chaos.worlds import WORLDS
 
@@ -187,7 +187,7 @@ class Run:
         while not any(job.step for job in self.watch.jobs.values()):
             self._check(submitting)
             if time.monotonic() > deadline:
-                raise RunFailed("no job took a step before the first fault")
+                raise RunLate("no job took a step before the first fault")
             await asyncio.sleep(0.1)
 
     # Faults
@@ -299,7 +299,7 @@ class Run:
                 reached, at = now, time.monotonic()
             if time.monotonic() > at + self.options.settle_s:
                 still = ", ".join(f"{job.id} at step {job.step} ({job.status})" for job in open_jobs)
-                raise RunFailed(f"nothing strikes, and no step was taken in {self.options.settle_s:.0f} s: {still}")
+                raise RunLate(f"nothing strikes, and no step was taken in {self.options.settle_s:.0f} s: {still}")
             await asyncio.sleep(0.1)
 
     def _progress(self) -> tuple[int, int, int]:

@@ -7,17 +7,18 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.process.cancelling import cancel_all
-from tests.chaos import departures, judge_remains
+from tests.chaos import departures, judge_remains, lateness
 from tests.chaos.absences import Absence, Absences, seconds_away
 from tests.chaos.evidence import Evidence
-from tests.chaos.processes import End, Nursery
+from tests.chaos.lateness import Late
+from tests.chaos.processes import End, Nursery, Process
 
 ASKED = 1_700_000_100.0
 HEARD = {"event": "signal", "signal": "SIGTERM", "level": "info", "timestamp": "2023-11-14T22:15:00.100000Z"}
@@ -186,3 +187,27 @@ async def test_who_is_leaving_is_not_asked_again(tmp_path: Path) -> None:
     finally:
         await nursery.close()
     assert [end.status for end in nursery.ends] == [1]
+
+
+async def test_a_process_that_dies_in_the_moment_of_its_birth_is_known_to_have_died(tmp_path: Path) -> None:
+    """Both may stand in what is read at once; whoever started it has not run in between."""
+    nursery = Nursery(tmp_path, {}, Absences())
+    process = Process("trainer-0", "trainer", [], {}, is_wanted=False)
+    born = asyncio.get_running_loop().create_future()
+    nursery._births["trainer-0-1"] = process, born
+    nursery._hear({"born": "trainer-0-1", "pid": 4711})
+    nursery._hear({"died": 4711, "status": 1})
+    assert born.done()
+    assert process.ended.is_set()
+    assert process.pid == 0
+    assert [(end.pid, end.status) for end in nursery.ends] == [(4711, 1)]
+
+
+def test_what_came_late_is_told_apart_from_what_is_wrong() -> None:
+    assert departures.may_be_late(end())
+    assert departures.may_be_late(end(-signal.SIGKILL, is_late=True))
+    assert not departures.may_be_late(end(-signal.SIGSEGV))
+    assert not departures.may_be_late(replace(end(), asked=None))
+    assert lateness.status([]) == 0
+    assert lateness.status([Late("it left late")]) == lateness.LATE
+    assert lateness.status([Late("it left late"), "trained twice"]) == 1

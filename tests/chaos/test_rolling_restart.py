@@ -64,7 +64,7 @@ def test_a_rolling_restart_loses_doubles_and_samples_again_nothing(
     run = Rolling(tmp_path / "run", OPTIONS)
     try:
         asyncio.run(run.play())
-        assert judge(run.work, ROOT)
+        assert judge(run.work, ROOT) == 0
         jobs = Evidence(run.work).jobs
         assert len(jobs) >= 2
         for job in jobs:

@@ -34,6 +34,10 @@ class RunFailed(Exception):
     """The run did not come to its end."""
 
 
+class RunLate(RunFailed):
+    """More time might have brought it there."""
+
+
 class Users:
     def __init__(
         self,
@@ -75,11 +79,13 @@ class Users:
                 with Client(url) as client:
                     return client.create_job(spec, idempotency_key=key)["id"]
             except ApiError as error:
-                if error.status < 500 or time.monotonic() > deadline:
+                if error.status < 500:
                     raise RunFailed(f"a job was not accepted: {error}") from error
+                if time.monotonic() > deadline:
+                    raise RunLate(f"a job was not accepted in {SUBMIT_FOR_S:.0f} s: {error}") from error
             except ClientError as error:
                 if time.monotonic() > deadline:
-                    raise RunFailed(f"a job was not accepted in {SUBMIT_FOR_S:.0f} s: {error}") from error
+                    raise RunLate(f"a job was not accepted in {SUBMIT_FOR_S:.0f} s: {error}") from error
             time.sleep(RETRY_S)
 
     # What is asked of a job
@@ -149,7 +155,7 @@ class Users:
             if is_answered and self._watch.jobs[job].status not in ("pausing", "paused"):
                 return
             if time.monotonic() > deadline:
-                raise RunFailed(f"{job} could not be let go: {answer}")
+                raise RunLate(f"{job} could not be let go: {answer}")
             await asyncio.sleep(RETRY_S)
 
     async def _give_up(self, rng: random.Random) -> Outcome:
@@ -172,7 +178,7 @@ class Users:
             if answer.startswith("409"):  # it is over, or an earlier request had been heard
                 return
             if time.monotonic() > deadline:
-                raise RunFailed(f"{job} could not be cancelled: {answer}")
+                raise RunLate(f"{job} could not be cancelled: {answer}")
             await asyncio.sleep(RETRY_S)
 
     async def give_up(self, job: str, rng: random.Random) -> None:

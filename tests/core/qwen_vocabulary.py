@@ -1,8 +1,8 @@
 """The real vocabulary of Qwen3 as a ``tokenizer.json``: 151,643 byte-level merges and the 26 tokens added to them.
 
-The merges come from ``qwen.tiktoken`` in PyPI's package ``dashscope``; nothing is downloaded from a model hub. What is
-built is kept below ``.make/``, which takes a few seconds once. It holds no weights. Qwen3's chat template comes apart,
-as PyPI's package ``trl`` ships it.
+``python -m tests.core.qwen_vocabulary`` makes it once (`make test` does, and says where it cannot) and keeps it below
+``.make/``; tests only read it. The merges come from ``qwen.tiktoken`` in PyPI's package ``dashscope``; nothing is
+downloaded from a model hub. It holds no weights. Qwen3's chat template comes apart, as PyPI's package ``trl`` ships it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,43 @@ WORDS = (
 )
 
 
+TOKENIZER = CACHE / "tokenizer.json"
+CHAT_TEMPLATE = CACHE / "chat_template.jinja"
+
+
 class NotToBeHad(Exception):
-    """The package cannot be fetched here; the text says why."""
+    """It was not made here, or a package of which it is made cannot be fetched; the text says why."""
 
 
 def qwen_vocabulary() -> Path:
     """A directory with ``tokenizer.json``. Raises NotToBeHad."""
-    path = CACHE / "tokenizer.json"
-    if not path.is_file():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = CACHE / f"tokenizer.{os.getpid()}"
-        unfinished.write_text(_tokenizer(_ranks()))
-        unfinished.replace(path)
-    return CACHE
+    return _made(TOKENIZER).parent
 
 
 def qwen_chat_template() -> Path:
     """A file. Raises NotToBeHad."""
-    path = CACHE / "chat_template.jinja"
+    return _made(CHAT_TEMPLATE)
+
+
+def make() -> None:
+    """What is missing. Raises NotToBeHad."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if not TOKENIZER.is_file():
+        _keep(TOKENIZER, _tokenizer(_ranks()).encode())
+    if not CHAT_TEMPLATE.is_file():
+        _keep(CHAT_TEMPLATE, _member(TEMPLATE_PACKAGE, TEMPLATE_MEMBER))
+
+
+def _made(path: Path) -> Path:
     if not path.is_file():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = CACHE / f"chat_template.{os.getpid()}"
-        unfinished.write_bytes(_member(TEMPLATE_PACKAGE, TEMPLATE_MEMBER))
-        unfinished.replace(path)
+        raise NotToBeHad("make test-data has not made it")
     return path
+
+
+def _keep(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
 
 
 def qwen_vocabulary_or_skip() -> Path:
@@ -133,3 +146,10 @@ def _written_bytes() -> dict[int, str]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+if __name__ == "__main__":
+    try:
+        make()
+    except NotToBeHad as error:
+        sys.exit(f"Qwen's vocabulary cannot be made: {error}")

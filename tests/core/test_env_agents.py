@@ -25,6 +25,7 @@ from gspo_core.env.agent_urls import UrlRun
 from gspo_core.testing import validate
 from gspo_core.types import Split
 from tests.core.agent_kit import serving
+from tests.patience import HANG_S
 
 LLM = Llm("http://127.0.0.1:1/v1", "ep_secret", episode="job-1/0/0/0")
 
@@ -357,7 +358,7 @@ async def test_a_program_that_still_runs_is_ended_with_its_session(agents: str, 
     session = load(f"{agents}:World", command(loop)).session()
     session.offer(LLM)
     await session.start({"word": "x"}, 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not (mark.exists() and mark.read_text()):
             await asyncio.sleep(0.01)
     await session.close()

@@ -19,6 +19,7 @@ import gspo_core.testing.watch
 from gspo_core.cli import main
 from gspo_core.env import from_trl
 from gspo_core.testing import EnvironmentRefused, EnvironmentReport, Status, check_environment, validate
+from tests.apparatus.processes import is_running
 from tests.core.chat_kit import write_tokenizer
 
 
@@ -386,13 +387,6 @@ class Guess:
 """
 
 
-def is_gone(pid: str) -> bool:
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
 def test_no_daemon_of_a_world_outlives_the_command_that_examined_it(tmp_path: Path) -> None:
     pids, world = tmp_path / "pids", tmp_path / "guess.py"
@@ -406,7 +400,7 @@ def test_no_daemon_of_a_world_outlives_the_command_that_examined_it(tmp_path: Pa
     main(["env", "validate", f"{world}:Guess", "--timeout", "60"])
     started = pids.read_text().split()
     assert len(started) > examined_before > 0
-    assert [pid for pid in started if not is_gone(pid)] == []
+    assert [pid for pid in started if is_running(pid)] == []
 
 
 class Penalising(Counter):

@@ -26,6 +26,7 @@ from tests.core.learner_support import (
     with_behavior,
     write_model,
 )
+from tests.patience import HANG_S
 
 SHARD = "rank-00000.safetensors"
 
@@ -70,7 +71,7 @@ def test_a_manifest_that_exists_is_complete(
     write_shard(tmp_path, 0, {"x": torch.ones(2)})
     script = tmp_path_factory.mktemp("script") / "dies.py"
     script.write_text(DIES_WHILE_IT_FLUSHES)
-    dead = subprocess.run([warm_python.path, script, str(tmp_path)], check=False, timeout=60)
+    dead = subprocess.run([warm_python.path, script, str(tmp_path)], check=False, timeout=HANG_S)
     assert dead.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2, "it was killed before it wrote anything"
     with pytest.raises(InvalidState, match="no complete state"):
@@ -105,7 +106,7 @@ def test_killed_three_times_it_ends_bit_identical(tmp_path: Path, warm_python: W
         # the first dies with half a state, the others at a step boundary or just after it
         path = state_directory(tmp_path / "killed", step) / (SHARD if number == 0 else MANIFEST)
         kill_when(subprocess.Popen(command, env=environment), path)
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=HANG_S)
     for step in (steps[0], NUM_STEPS):
         first, second = (state_directory(tmp_path / name, step) for name in ("whole", "killed"))
         assert (first / SHARD).read_bytes() == (second / SHARD).read_bytes()

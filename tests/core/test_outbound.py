@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from gspo_core.outbound import AddressRefused, check_url, is_allowed, is_public, parse_networks
+from tests.patience import HANG_S
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1", "::ffff:8.8.8.8", "93.184.215.14"]
 NOT_PUBLIC = [
@@ -139,7 +140,7 @@ def test_a_guarded_process_reaches_no_address_that_is_not_allowed_however_it_ask
         program = [sys.executable, "-c", textwrap.dedent(GUARDED), str(port), *networks]
         if networks:
             program[2] = program[2].replace("by_urllib, ", "")  # nobody answers it
-        done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(program, capture_output=True, text=True, timeout=HANG_S, check=False)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert len(lines) == (16 if networks else 20)

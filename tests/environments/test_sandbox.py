@@ -11,6 +11,7 @@ import pytest
 
 from environments.sandbox import command, folder
 from gspo_core import landlock
+from tests.apparatus.processes import is_running
 
 pytestmark = pytest.mark.skipif(command.refusal() is not None, reason="this machine runs no such commands, and says so")
 
@@ -37,13 +38,6 @@ def work(tmp_path: Path) -> Path:
     made = tmp_path / "work"
     made.mkdir()
     return made
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_command_says_what_it_says_and_how_it_ended(work: Path) -> None:

@@ -27,6 +27,7 @@ from gspo_core.spec_file import load_job_spec
 from gspo_core.types import Split, StopReason
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
+from tests.patience import HANG_S
 
 REFS = ("environments.gsm8k:GSM8K", "environments.python_tool:PythonTool", "environments.search_qa:SearchQA")
 NUM_SAMPLED = 8
@@ -195,7 +196,7 @@ async def test_the_interpreter_goes_on_in_another_process() -> None:
         await session.act(turn(("python", {"code": "seen = []\ndef note(n):\n    seen.append(n)\n    return seen"})))
         await session.act(turn(("python", {"code": "note(1)"})))
         os.kill(environment.pool.server_pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while environment.pool.num_processes:  # killed in the middle of an action it would be another attempt
                 await asyncio.sleep(0.01)
         answer = await session.act(turn(("python", {"code": "note(2)"})))

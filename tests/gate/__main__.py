@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from tests.gate import flakes, skips
+from tests.gate import chaos, flakes, skips
 from tests.gate.confirm import Verdict, in_fresh_interpreters, judge
 from tests.gate.ends import Ends
 from tests.gate.machine import Machine
@@ -24,7 +24,7 @@ from tests.gate.phases import TOO_LONG, Done, Phase, end_with_us, run
 ROOT = Path(__file__).parents[2]
 LOGS = Path(".make") / "gate"
 RECORD = LOGS / "tests.jsonl"
-SETUP = Phase("setup", ["make", "setup"], 1200)
+SETUP = Phase("setup", ["make", "setup", "test-data"], 1200)
 CHECKS = Phase("checks", ["make", "check"], 900)
 TESTS = Phase("tests", ["make", "--no-print-directory", "suite", f"RECORD={RECORD}"], 3300)
 DEMO = Phase("demo", ["make", "demo", "DEMO_FLAGS=--expect-gain 40"], 900)
@@ -38,7 +38,7 @@ def main() -> int:
     begun, machine, known = time.monotonic(), Machine(), flakes.known(flakes.LIST.read_text())
     done = [run(SETUP, LOGS)]
     verdicts: list[Verdict] = []
-    ends = Ends([])
+    ends, first_try = Ends([]), ""
     if done[0].is_ok:
         done.append(run(CHECKS, LOGS))
         RECORD.unlink(missing_ok=True)
@@ -46,9 +46,12 @@ def main() -> int:
         ends = Ends.read(RECORD)
         verdicts = judge(ends.failures(), in_fresh_interpreters(LOGS), known, date.today())
         done.append(run(DEMO, LOGS))
+        of_chaos, first_try = chaos.played(LOGS)
+        done.append(of_chaos)
     red = [one for one in done if not is_excused(one, ends, verdicts)]
     seconds = time.monotonic() - begun
     lines = told(machine.told(), done, red, ends, verdicts)
+    lines += [f"FLAKE   chaos: {first_try}"] if first_try else []
     lines.append(f"VERDICT {'red: ' + ', '.join(one.phase.name for one in red) if red else 'green'}, {seconds:.0f} s")
     print("\n" + "\n".join(lines), flush=True)
     return 1 if red else 0

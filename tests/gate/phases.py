@@ -87,7 +87,7 @@ def run(phase: Phase, logs: Path, more: Mapping[str, str] | None = None) -> Done
 
 def _show(words: IO[bytes], kept: IO[bytes]) -> None:
     # The file is closed under a thread that still waits for words of what was left behind.
-    with contextlib.suppress(ValueError, OSError):
+    with words, contextlib.suppress(ValueError, OSError):
         while chunk := os.read(words.fileno(), 65536):
             kept.write(chunk)
             kept.flush()

@@ -48,10 +48,29 @@ class Project:
         shutil.copytree(ROOT / "tests" / "gate", root / "tests" / "gate", ignore=ignore)
         (root / "tests" / "flakes.tsv").write_text("since\ttest\tload\terror\n")
         self.recipes = {
-            "setup": "echo installed",
+            "setup": "",
+            "test-data": "echo installed",
             "check": "echo clean",
             "demo": "echo 30.0 to 94.5",
+            "chaos-ready": "",
         }
+        (root / "tests" / "chaos").mkdir()
+        (root / "tests" / "chaos" / "seeds.txt").write_text("# two\n--seed 12 --faults 3\n--seed 12 --faults 3\n")
+        (root / ".venv" / "bin").mkdir(parents=True)
+        self.chaos("0")
+
+    def chaos(self, *statuses: str) -> None:
+        """How its runs end, one after the other."""
+        path = self.root / ".venv" / "bin" / "python"
+        path.write_text(
+            "#!/usr/bin/env bash\n"
+            'echo played "$@" >> plays\n'
+            "echo 'oracle: process 7 was left behind'\n"
+            "echo oracle: judged\n"
+            f"statuses=({' '.join(statuses)})\n"
+            "exit ${statuses[$(wc -l < plays) - 1]}\n"
+        )
+        path.chmod(0o755)
 
     def runs(self, *runs: Sequence[dict[str, str]]) -> None:
         for number, run in enumerate(runs):
@@ -103,7 +122,9 @@ def test_all_is_well(project: Project) -> None:
         ("checks", "ok", "clean"),
         ("tests", "ok", "2 passed, 1 skipped"),
         ("demo", "ok", "30.0 to 94.5"),
+        ("chaos", "ok", "oracle: judged"),
     ]
+    assert (project.root / "plays").read_text() == "played -m tests.chaos --seed 12 --faults 3\n"
     assert "SKIPPED 1 for a new reason: no npm" in told
     assert told.splitlines()[-1].startswith("VERDICT green")
 
@@ -232,6 +253,21 @@ def test_another_phase_that_fails_says_its_last_words_and_ends_nothing(
     assert "        a reason" in told
     assert "2 passed" in told
     assert told.splitlines()[-1].startswith(f"VERDICT red: {phase},")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "num_plays", "is_red"), [(["1"], 1, True), (["3", "0"], 2, False), (["3", "3"], 2, True)]
+)
+def test_chaos_that_came_late_is_played_once_more_and_what_is_wrong_is_not(
+    project: Project, statuses: list[str], num_plays: int, is_red: bool
+) -> None:
+    project.runs(PASSED)
+    project.chaos(*statuses)
+    status, told = project.gate()
+    assert status == is_red
+    assert len((project.root / "plays").read_text().splitlines()) == num_plays
+    assert ("FLAKE   chaos: late at the first try: oracle: process 7 was left behind" in told) == (num_plays == 2)
+    assert re.search(rf"^RED     chaos.*: status {statuses[-1]}", told, re.MULTILINE) if is_red else "RED" not in told
 
 
 def test_without_a_set_up_there_is_nothing_to_run(project: Project) -> None:

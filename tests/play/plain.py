@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from services.gateway.turns import ToolChoice
+from tests.patience import HANG_S
 from tests.play.players.scenario import LOOKUP, NOTE, Call, Said, Wire
 from tests.services.gateway.speakers import SPEAKERS
 
@@ -60,7 +61,7 @@ class Plain:
         for number in range(TRIES):
             headers = {**names, "x-stainless-retry-count": str(number)}
             try:
-                with httpx.stream("POST", url, json=body, headers=headers, timeout=120, trust_env=False) as answer:
+                with httpx.stream("POST", url, json=body, headers=headers, timeout=HANG_S, trust_env=False) as answer:
                     text = _whole(answer)
             except httpx.TransportError:
                 continue

@@ -24,10 +24,11 @@ import httpx
 from services.process.ports import free_port
 from services.state.server import RedisServer
 from tests.chaos.jobs import job_spec
+from tests.patience import HANG_S
 
 PRESENT = Path(__file__).parents[2]
 LEASE_S = "2"
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 ENGINE, API, TRAINER, WORKER = "engine", "api", "trainer", "rollout"
 COMMANDS: dict[str, tuple[str, ...]] = {
     ENGINE: ("-m", "tests.chaos.engine"),

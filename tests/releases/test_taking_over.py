@@ -21,6 +21,7 @@ from gspo_core.types import Group
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.releases.installation import API, ENGINE, TRAINER, WORKER, Installation, extract_tree, installed
 from tests.releases.make import STEPS, about, unpack, write_world_and_model
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 RELEASES = sorted(Path(__file__).parent.glob("*.tar.xz"))
 NAMES = [path.name.removesuffix(".tar.xz") for path in RELEASES]
-ENDED_S = 120.0
+ENDED_S = HANG_S
 # The last one with another library of functions in Redis. It was never tagged, and is used.
 OLDER_LIBRARY = "84ec78a"
 

@@ -1,4 +1,4 @@
-"""Writes docs/dialects.md from the table of fields: `python -m tests.repo.dialects`."""
+"""What docs/dialects.md says of the fields of requests (`make docs` writes it)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ A reward is `POST /v1/episode/reward` with `reward` (a finite number), `turn` (t
 reward is the episode's) and `token` (any text: with an equal one it is the same reward again). `POST
 /v1/episode/finish` ends the episode.
 
-This page is written by `python -m tests.repo.dialects` from the table that the gateway reads
+This page is written by `make docs` from the table that the gateway reads
 (`services/gateway/dialects/fields.py`).
 """
 
@@ -92,7 +92,3 @@ def section(fields: Fields) -> Iterator[str]:
 
 def names(rules: Mapping[str, Rule], kind: str) -> str:
     return ", ".join(f"`{name}`" for name, rule in rules.items() if type(rule).__name__ == kind)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written())

@@ -102,7 +102,7 @@ ENVIRONMENT = (
         NOTHING,
         "by default those tokens leave the loss and the rewards stay in the baseline; with `on_late_reward: drop` "
         "`dropped_late`, and another one is started",
-        "goes on; eight batches' worth dropped in a row: `failed`, `stale_backlog`",
+        "goes on; an alert `stale_backlog` tells of eight batches' worth dropped in a row",
         "what is within the cap; with `on_late_reward: train` all of it",
         (
             "test_trainer_late_rewards.py::test_what_is_too_old_is_trained_masked_or_dropped",
@@ -274,15 +274,18 @@ GROUPS = (
     ),
     Row(
         "Tokens are older than `staleness_cap` when their turn comes",
-        ("group:dropped_stale", "code:stale_backlog", "stop:stale"),
+        ("group:dropped_stale", "code:stale_backlog", "alert:stale_backlog", "stop:stale"),
         "by default (`on_stale: mask`) those tokens leave the loss and the reward stays; `stale` only where your own "
         "rollout code says so",
         "`on_stale: drop`: `dropped_stale`, and another one is started",
-        "eight batches' worth in a row: `failed`, `stale_backlog`",
+        "goes on; replacements wait, and the job says so, until an engine holds the newest weights; an alert "
+        "`stale_backlog` tells of eight batches' worth dropped in a row (0.2.0 and before: `failed`)",
         "what is within the cap",
         (
             "test_trainer_selection.py::test_it_waits_for_the_episode_at_its_last_step_and_says_which",
             "test_trainer_selection.py::test_waiting_has_a_limit",
+            "test_trainer_too_old.py::test_age_alone_never_ends_a_job_and_a_long_row_of_it_is_told_once",
+            "test_trainer_too_old.py::test_replacements_wait_while_no_engine_has_followed_and_the_job_says_which",
         ),
     ),
     Row(

@@ -1,12 +1,11 @@
-"""Writes docs/failures.md: ``python -m tests.repo.failures``.
+"""What docs/failures.md says (``make docs`` writes it).
 
 Rule: rows come from ``failure_rows``; what the code itself can tell (which ends have a reward, which attempts count) is
-asked of it. ``test_failures`` says when the page is stale.
+asked of it.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +22,7 @@ HEAD = """\
 
 What happens to the episode, to its group (the episodes of one task, whose rewards are compared) and to the job, and
 whether anything of it is trained. Codes are those of `status_reason`, of the attempts of a job, of stop reasons, of
-`alert` events and of the log. This page is written by `python -m tests.repo.failures` from the causes that the code
+`alert` events and of the log. This page is written by `make docs` from the causes that the code
 lists (`services/state/jobs.py` and others); a test fails when one of them is missing here, and when a test that
 a row names is gone.
 
@@ -91,8 +90,3 @@ def _tests() -> str:
     silent = [str(number) for number, row in enumerate(rows, 1) if not row.shown_by]
     said = f"No test of its own has: {', '.join(silent)}." if silent else "Every row has one."
     return "\n".join(["\n## The tests that show it\n", f"{said}\n", "| row | tests |", "|---|---|", *shown]) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written())
-    sys.stdout.write(f"{PAGE.relative_to(ROOT)} is written\n")

@@ -17,7 +17,7 @@ import pytest
 from gspo_core.environment_spec import HostSpec
 from services.api.routes.trajectories import PushedTrajectories
 from services.hosts.venv import requirements_of
-from tests.repo.block_table import BLOCKS, By, Judged, Typed, held
+from tests.repo.block_table import BLOCKS, Typed, held
 from tests.repo.commands import CannotBeTyped, judge
 from tests.repo.pages import (
     ROOT,
@@ -45,16 +45,6 @@ def test_every_block_is_held_in_one_way() -> None:
     assert unheld == []
     used = {(page, part) for page, part, _ in BLOCKS for one in blocks() if one.page == page and part in one.text}
     assert [line[:2] for line in BLOCKS if line[:2] not in used] == [], "these lines hold nothing any more"
-
-
-def test_who_is_said_to_execute_a_block_reads_its_page() -> None:
-    for page, _, how in BLOCKS:
-        if isinstance(how, By):
-            source = (ROOT / how.path).read_text()
-            assert re.search(rf"def {how.test}\b", source), how
-            assert page.split("/")[-1] in source, f"{how.path} does not name {page}"
-        if isinstance(how, Judged):
-            assert len(how.reason) > 20
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _, how in BLOCKS if isinstance(how, Typed)}))

@@ -201,17 +201,6 @@ def test_a_release_builds_every_image_where_docker_is(tmp_path: Path, monkeypatc
     assert "release.build --images" in (ROOT / "Makefile").read_text()
 
 
-def test_imports_follow_the_plan() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_no_module_is_a_grab_bag() -> None:
     bad = {"utils.py", "util.py", "common.py", "misc.py", "helpers.py", "base.py"}
     found = [

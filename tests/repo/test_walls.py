@@ -34,6 +34,11 @@ def test_engines_alone_names_a_kind_of_engine() -> None:
     assert found == []
 
 
+def test_states_of_an_engine_are_spelled_in_one_place() -> None:
+    spelled = re.compile(r"""["'](switching|dirty|joining)["']""")
+    assert {path.name for path in PRODUCT if spelled.search(path.read_text())} == {"fleet_records.py"}
+
+
 def test_no_contract_has_an_exception() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert [one["name"] for one in contracts if "ignore_imports" in one] == []

@@ -7,7 +7,6 @@ PATH, or unpacked by ``make debian-redis``). All others run on the first.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from pathlib import Path
 
@@ -16,20 +15,11 @@ from redis.asyncio import Redis
 
 from services.process.cancelling import cancel_all
 from services.state.queue import Bus
-from services.state.server import RedisServer, connect, find_binaries
+from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
+from tests.apparatus.redis_servers import servers
 
-
-def _servers() -> dict[str, Path]:
-    unpacked = Path(__file__).parents[2] / ".make" / "debian-redis" / "redis-server"
-    found: dict[str, Path] = {}
-    for binary in find_binaries(*[unpacked] if unpacked.exists() else []):
-        shown = subprocess.run([binary.path, "--version"], capture_output=True, text=True, check=True).stdout
-        found.setdefault(f"{shown.split()[0].lower()}-{'.'.join(map(str, binary.version))}", binary.path)
-    return found
-
-
-SERVERS = _servers()
+SERVERS = servers()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

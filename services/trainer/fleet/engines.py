@@ -146,6 +146,14 @@ class EnginePool:
             return None
         return "; ".join(self._shortcomings())
 
+    def lag(self) -> str:
+        """Which version each engine holds, if none that serves holds the newest; empty otherwise."""
+        target, serving = self._target, [engine for engine in self.ready() if engine.label]
+        if target is None or any(engine.version >= target.version for engine in serving):
+            return ""
+        held = [f"{engine.url} holds version {engine.version}" for engine in serving]
+        return "; ".join([*held, f"the newest is {target.version}"]) if held else ""
+
     def ready(self) -> list[BoundEngine]:
         return [engine for engine in self._serving() if engine.state is EngineState.READY]
 

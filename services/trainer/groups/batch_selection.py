@@ -8,7 +8,7 @@ and no episode that was erased in the queue is logged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from services.trainer.run_context import RunContext
 
 # Fail the job after dropping this many batches' worth of groups in a row: later groups would fare no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
+# What says nothing of later groups. While no step is taken no token grows older, so groups that were too old are no
+# lasting state: they are told, and never end a job.
+PASSING: Collection[DropReason] = ("dropped_erased", "dropped_stale", "dropped_late")
 # Fail sooner, after one batch but at least so many groups, if none of a job's episodes ever sampled a token: whether a
 # prompt fits does not depend on the policy.
 MIN_EMPTY_GROUPS = 8
@@ -43,6 +46,10 @@ class BatchSelection:
         self._lineage, self._tuning = context.lineage, context.tuning
         self._selection_bias = SelectionBias(self._intake, context.job)
         self._dropped_in_a_row: Counter[DropReason] = Counter()
+        self._num_too_old = 0
+        """Groups dropped for their age since the last batch."""
+        self._is_held_back = False
+        """Whether their replacements wait for engines."""
         self._empty: EmptyGroup | None = None
         """Why the last group without a sampled token was dropped."""
         self._dropped_since: dict[DropReason, list[int]] = {}
@@ -89,6 +96,7 @@ class BatchSelection:
         await self._bus.commit(self._context.job, self._context.token, step, numbers)
         self._forget(numbers, are_trained=True)
         self._dropped_in_a_row.clear()
+        self._num_too_old = 0
         return chosen
 
     async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
@@ -110,8 +118,8 @@ class BatchSelection:
                 if not any(self._gate.refusal(group) for group in chosen):
                     break
                 continue  # the check just found a bad engine
-            if choice.drop:
-                await self._admission.admit()
+            if choice.drop or self._is_held_back:
+                await self._replace_too_old()
             closing = selection.to_close(list(lineage.owed()), ready)
             if sum([await self._bus.cancel(self._context.job, self._context.token, group) for group in closing]):
                 continue
@@ -119,7 +127,26 @@ class BatchSelection:
             await selection.explain(choice, lineage.step)
             await intake.progress(num_segments)
         await selection.is_over()
+        if self._is_held_back:
+            self._is_held_back = False
+            await services.status.goes_on()
         return chosen
+
+    async def _replace_too_old(self) -> None:
+        """Replacements that an engine with old weights samples would be too old in their turn: they wait for one that
+        has followed, in words."""
+        lag = self._context.services.engines.lag()
+        if lag and not self._is_held_back:
+            step = self._lineage.step + 1
+            await self._context.services.status.waits(
+                f"step {step} waits for engines to follow: what they sample is older than staleness_cap "
+                f"(groups dropped in a row: {self._num_too_old}); {lag}"
+            )
+        elif self._is_held_back and not lag:
+            await self._context.services.status.goes_on()
+        self._is_held_back = bool(lag)
+        if not lag:
+            await self._admission.admit()
 
     async def _trainable(self) -> dict[int, Group]:
         """Return the complete groups that can be trained; drop the others and start replacements."""
@@ -175,11 +202,19 @@ class BatchSelection:
         await self._bus.commit(self._context.job, self._context.token, self._lineage.step + 1, [group], reason=reason)
         self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
-        if reason != "dropped_erased":  # it says nothing of those that come after it
+        if reason not in PASSING:
             self._dropped_in_a_row[reason] += 1
+        elif reason != "dropped_erased":
+            await self._count_too_old()
         self._dropped_since.setdefault(reason, []).append(group)
         if self._nothing_can_be_trained():
             raise nothing_to_train(self._dropped_in_a_row, self._empty)
+
+    async def _count_too_old(self) -> None:
+        self._num_too_old += 1
+        if self._num_too_old == MAX_BATCHES_DROPPED_IN_A_ROW * self._tuning.spec.groups_per_step:
+            told = f"{self._num_too_old} groups in a row were older than staleness_cap and were dropped"
+            await self._context.alert("stale_backlog", f"{told}: lower max_staleness or raise staleness_cap")
 
     def _nothing_can_be_trained(self) -> bool:
         dropped, batch = self._dropped_in_a_row, self._tuning.spec.groups_per_step

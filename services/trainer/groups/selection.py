@@ -71,15 +71,11 @@ def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = No
         "dropped_zero_variance": "all episodes of each group had the same reward: the tasks are too easy or too hard",
         "dropped_mismatch": "an engine sampled them with weights other than those it reported",
         "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
-        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise staleness_cap",
-        "dropped_late": "their rewards came when they were older than staleness_cap: set rewards.on_late_reward",
     }
     ((reason, count),) = dropped.most_common(1)
     if reason == "dropped_no_tokens" and empty is not None:
         return JobFailure(empty.code, f"{empty.message}; {count} groups in a row left nothing to train")
-    return JobFailure(
-        code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
-    )
+    return JobFailure(code[reason], f"{dropped.total()} groups in a row could not be trained; {advice[reason]}")
 
 
 def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num_missing: int) -> list[int]:

@@ -12,6 +12,7 @@ AlertKind: TypeAlias = Literal[
     "redis_full",
     "redis_has_room",
     "segment_refused",
+    "stale_backlog",
     "prompt_too_long",
     "no_tokens_sampled",
     "checkpoint_skipped",

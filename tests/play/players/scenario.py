@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tests.patience import HANG_S
+
 Wire = dict[str, Any]
 
 WORDS = (
@@ -88,7 +90,7 @@ class Call:
         body = json.dumps({"mishap": mishap, "cues": list(cues)}).encode()
         url = self.base_url.removesuffix("/v1") + "/play"
         headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=120) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=HANG_S) as answer:
             answer.read()
 
     @property

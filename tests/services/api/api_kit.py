@@ -26,6 +26,7 @@ from services.process.children import die_with_parent
 from services.state.queue import Bus
 from services.state.store import Store
 from tests.apparatus.warm_python import Child
+from tests.patience import HANG_S
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
 GUESS = '''
@@ -56,7 +57,7 @@ class Guess:
         return [("guess", {"value": number})]
 '''
 JSON = {"Content-Type": "application/json"}
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 NOWHERE = Path("/nonexistent/jobs")
 
 

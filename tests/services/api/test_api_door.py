@@ -18,6 +18,7 @@ from services.api.http.streams import Streams
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 
 LONG, SHORT = "k" * 40, "letmein"
@@ -171,7 +172,7 @@ async def test_a_stream_too_many_is_refused_in_the_one_shape_and_its_seat_is_fre
     async with application(store, keys=[LONG]) as app, http_to(app, key=LONG) as http:
         app.state.context.__dict__["streams"] = Streams(most=5, most_of_one=1)
         first = asyncio.create_task(http.get(f"/v1/jobs/{job.id}/events", headers=headers))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not app.state.context.streams._open:
                 await asyncio.sleep(0.01)
         second = await http.get(f"/v1/jobs/{job.id}/events", headers=headers)

@@ -38,7 +38,9 @@ from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
+from tests.patience import HANG_S
 from tests.services.api.api_kit import GUESS, SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
@@ -305,13 +307,6 @@ leave_a_daemon()
 """
 
 
-def is_gone(pid: str) -> bool:
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("worker", [Tier.PROCESS], indirect=True)
@@ -326,7 +321,7 @@ async def test_a_daemon_of_an_uploaded_environment_ends_with_what_it_was_started
     assert (await http.post("/v1/environments/guess@1/try", json={"task": 1})).json()["reward"] == 1.0
     tried = pids.read_text().split()
     assert len(tried) > len(examined) > 0
-    assert [pid for pid in tried if not is_gone(pid)] == []
+    assert [pid for pid in tried if is_running(pid)] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
@@ -341,7 +336,7 @@ async def test_a_daemon_ends_with_an_examination_that_is_ended(
     await post_file(http, "guess", "guess.py:Guess", source.encode(), "text/x-python")
     found = await settled(http, "guess")
     assert "did not end within 3s" in str(found["failures"])
-    assert [pid for pid in pids.read_text().split() if not is_gone(pid)] == []
+    assert [pid for pid in pids.read_text().split() if is_running(pid)] == []
 
 
 @pytest.mark.usefixtures("worker")
@@ -461,7 +456,7 @@ def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_it
                 client.environment("sums")
             (name,) = [one["id"] for one in client.workers() if one["role"] == "rollout"]
             assert client.drain_worker(name) == client.drain_worker(name)
-            assert worker.wait(60) == 0
+            assert worker.wait(HANG_S) == 0
             with pytest.raises(ApiError, match="worker_not_found"):
                 client.drain_worker("nobody")
         finally:

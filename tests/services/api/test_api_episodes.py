@@ -32,6 +32,7 @@ from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobStatus
 from services.state.queue import Append, Bus
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import application, error_of, http_to, parse_frames
 from tests.services.api.recorded_job import GROUP_SIZE, REF, Player, RecordedJob, record_job, replies_of, write_model
 
@@ -443,7 +444,7 @@ async def test_an_episode_is_followed_while_it_is_played_and_when_it_starts_agai
         seen: list[dict[str, str]] = []
 
         async def until(kind: str, count: int) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while sum(one["event"] == kind for one in seen) < count:
                     seen.extend(blocks((await anext(stream)).decode()))
 

@@ -19,6 +19,7 @@ from services.state.fleet_records import MIN_UNHEARD, WorkerRecord
 from services.state.jobs import JobStatus
 from services.state.server import RedisServer, connect
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import JSON, SPEC, application, error_of, http_to
 
 
@@ -205,7 +206,7 @@ async def test_a_body_of_very_many_mistakes_is_answered_soon_and_shortly(http: h
     """As many as fit. Each was compared with each of the others, and nobody else was answered for minutes."""
     wrong = {f"k{number}": 0 for number in range(60_000)}
     for path, body in (("/v1/jobs", SPEC | wrong), ("/v1/jobs", SPEC | {"sampling": wrong})):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             answer = await http.post(path, json=body)
         assert (answer.status_code, error_of(answer)["code"]) == (422, "unknown_field")
         assert len(error_of(answer)["errors"]) == 100

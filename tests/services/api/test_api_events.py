@@ -18,6 +18,7 @@ from services.api.views.event_tails import EventTails
 from services.state.jobs import JobStatus
 from services.state.server import RedisServer
 from services.state.store import Claim, Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to, parse_frames
 
 STREAM = {"Accept": "text/event-stream"}
@@ -152,7 +153,7 @@ def api_url(api: ApiProcess) -> str:
 
 @pytest.fixture
 async def live(api_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=api_url, timeout=30, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=api_url, timeout=HANG_S, trust_env=False) as http:
         yield http
 
 
@@ -183,7 +184,7 @@ async def test_without_a_position_a_stream_begins_with_the_newest_status(
     await store.jobs.set_status(job.job_id, JobStatus.RUNNING, token=job.token)
     for step in range(1100):
         await store.events.add(job.job_id, "step", {"step": step})
-    async with asyncio.timeout(60), live.stream("GET", f"/v1/jobs/{job.job_id}/events", headers=STREAM) as answer:
+    async with asyncio.timeout(HANG_S), live.stream("GET", f"/v1/jobs/{job.job_id}/events", headers=STREAM) as answer:
         reader = Reader(answer)
         first = await reader.next()
         news = await store.events.add(job.job_id, "step", {"step": -1})
@@ -199,7 +200,7 @@ async def test_without_a_position_a_stream_begins_with_the_newest_status(
 
 async def test_events_arrive_while_they_happen_and_the_end_closes(live: httpx.AsyncClient, store: Store, job: Claim):
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(HANG_S),
         live.stream("GET", f"/v1/jobs/{job.job_id}/events?after=0", headers=STREAM) as answer,
     ):
         reader = Reader(answer)
@@ -251,7 +252,7 @@ async def _write(store: Store, job: Claim, number: int) -> None:
 async def _read_some(url: str, job: str, headers: dict[str, str], seen: list[str], number: int) -> bool:
     """Appends the ids of up to `number` events and hangs up; whether the stream said its end."""
     async with (
-        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+        httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http,
         http.stream("GET", f"/v1/jobs/{job}/events", headers=headers) as answer,
     ):
         reader = Reader(answer)
@@ -269,7 +270,7 @@ async def test_silent_streams_are_pinged(store: Store, job: Claim):
     clock: Iterator[float] = itertools.repeat(0.0)
     tails = EventTails(store, render, stopping)
     frames = EventStream(store, tails, job.job_id, stopping, lambda: next(clock), ping_s=0.15).frames("0")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert await anext(frames) == b"retry: 2000\n\n"
         assert (await anext(frames)).count(b"event: job.status\n") == 2
         clock = itertools.count(0.0, 0.1)
@@ -284,7 +285,7 @@ async def test_a_slow_client_holds_up_nobody(live: httpx.AsyncClient, store: Sto
         await store.events.add(job.job_id, "log", {"step": step, "message": payload})
     await finish(store, job)
     url = f"/v1/jobs/{job.job_id}/events?after=0"
-    async with asyncio.timeout(60), live.stream("GET", url, headers=STREAM) as slow:
+    async with asyncio.timeout(HANG_S), live.stream("GET", url, headers=STREAM) as slow:
         assert slow.status_code == 200  # and nothing is read from it
         quick = parse_frames((await live.get(url, headers=STREAM)).text.split("\n"))
     assert len(quick) == 306
@@ -312,7 +313,7 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
             reading.append((after, asyncio.create_task(read(after))))
         ids.append(await store.events.add(job.job_id, "log", {"step": step}))
     await finish(store, job)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         seen = [(after, await task) for after, task in reading]
     ids = [event.id for event in await store.events.read(job.job_id, "0", count=1000)]
     for after, lines in seen:
@@ -335,7 +336,7 @@ async def test_a_reader_from_a_position_that_nothing_has_reached_keeps_nothing_f
 
     early, other = stream("9999999999999-0"), stream("0")
     waiting = asyncio.create_task(until(early, b"end"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not any(task.get_name().startswith("tail of") for task in asyncio.all_tasks()):
             await asyncio.sleep(0.01)
         await until(other, b"job.status")
@@ -381,11 +382,11 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
     await asyncio.sleep(1.2)
     assert reads - before < 10
     await store.events.add(job.job_id, "log", {"message": "the news"})
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await asyncio.gather(*waiting)
     assert reads - before < 20  # and not one for each reader
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while any(task.get_name().startswith("tail of") for task in asyncio.all_tasks()):
             await asyncio.sleep(0.02)

@@ -16,6 +16,7 @@ from services.state.fleet_records import EngineRecord, WorkerRecord
 from services.state.jobs import JobStatus
 from services.state.store import Claim, Store
 from tests.core.test_model_files import write_files
+from tests.patience import HANG_S
 from tests.services.api.api_kit import JSON, SPEC, application, error_of, http_to
 
 
@@ -351,7 +352,7 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
     # Longer than this process ever stands still: what beats and who looks are both in it.
     async with application(store, lease_s=3.0) as app, http_to(app) as http:
         beating = asyncio.create_task(_beat(store, "rollout-1"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while (found := await _alive(http)) != {"rollout-1": True, "rollout-2": False, "engine-1": False}:
                 await asyncio.sleep(0.05)
         degraded = (await http.get("/readyz")).json()["degraded"]

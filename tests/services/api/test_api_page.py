@@ -15,6 +15,7 @@ import pytest
 
 from services.state.server import RedisServer
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import ApiProcess
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
@@ -44,7 +45,13 @@ def test_the_commands(api: ApiProcess, store: Store) -> None:
     assert job["model"] == ".gspo/models/calculator-tiny"
     httpx.post(f"{api.url}/v1/jobs/{job['id']}/cancel").raise_for_status()  # so that its events end
     shown = subprocess.run(
-        follow, shell=True, check=True, capture_output=True, text=True, env=os.environ | {"JOB": job["id"]}, timeout=60
+        follow,
+        shell=True,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JOB": job["id"]},
+        timeout=HANG_S,
     )
     assert "event: job.status" in shown.stdout
     assert "event: end" in shown.stdout

@@ -19,6 +19,7 @@ from gspo_core.spec import JobSpec
 from services.api.__main__ import GRACE_S, MAX_CONNECTIONS
 from services.state.server import RedisServer, connect
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, ApiProcess, error_of
 
 STREAM = {"Accept": "text/event-stream"}
@@ -33,7 +34,7 @@ async def test_it_stops_soon_although_streams_are_open(redis_server: RedisServer
     """Started as it is everywhere else; those below have imported already what it needs."""
     job = await store.jobs.create(JobSpec.model_validate(SPEC))
     with ApiProcess(redis_server.url, python=sys.executable) as api:
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             streams = [
                 await http.send(http.build_request("GET", f"/v1/jobs/{job.id}/events", headers=STREAM), stream=True)
                 for _ in range(20)
@@ -42,7 +43,7 @@ async def test_it_stops_soon_although_streams_are_open(redis_server: RedisServer
             assert [await anext(lines) for lines in first] == ["retry: 2000"] * 20
             started = time.monotonic()
             api.process.send_signal(number)
-            status = await asyncio.to_thread(api.process.wait, 60)
+            status = await asyncio.to_thread(api.process.wait, HANG_S)
             took_s = time.monotonic() - started
             rest = [[line async for line in lines] for lines in first]
         left = api.log()
@@ -63,17 +64,17 @@ async def test_what_is_being_asked_when_it_leaves_is_answered(redis_server: Redi
         head = f"POST /v1/jobs HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-1])
         await writer.drain()
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             assert (await http.get("/healthz")).status_code == 200  # after what came before it
         api.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while await is_served(host, int(port)):
                 await asyncio.sleep(0.02)
             await asyncio.sleep(GRACE_S + 1)  # it must not be cut after this
             writer.write(body[-1:])
             assert (await reader.readline()).split()[1] == b"201"
             writer.close()
-            assert await asyncio.to_thread(api.process.wait, 60) == 0
+            assert await asyncio.to_thread(api.process.wait, HANG_S) == 0
 
 
 async def is_served(host: str, port: int) -> bool:
@@ -87,12 +88,12 @@ async def is_served(host: str, port: int) -> bool:
 
 async def test_what_was_accepted_is_there_after_a_kill(redis_server: RedisServer, store: Store):
     with ApiProcess(redis_server.url) as api:
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             first = (await http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k"})).json()
         api.process.kill()
         api.process.wait()
     with ApiProcess(redis_server.url) as api:
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             second = (await http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k"})).json()
             assert (await http.get("/v1/jobs")).json()["data"] == [first]
     assert second == first
@@ -103,12 +104,12 @@ async def test_it_serves_and_recovers_when_redis_comes_late(tmp_path: Path):
     url = server.url
     server.close()
     with ApiProcess(url) as api:
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             assert (await http.get("/healthz")).status_code == 200
             away = await http.get("/readyz")
             assert (away.status_code, error_of(away)["code"]) == (503, "redis_unavailable")
             with RedisServer.spawn(tmp_path):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(HANG_S):
                     while (await http.get("/readyz")).status_code != 200:
                         await asyncio.sleep(0.05)
                 assert (await http.post("/v1/jobs", json=SPEC)).status_code == 201
@@ -157,7 +158,7 @@ async def test_a_hundred_posts_whose_answers_are_dropped_make_one_job(redis_serv
 
         for first in range(0, 100, 10):
             await asyncio.gather(*(post_and_drop(number) for number in range(first, first + 10)))
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             last = await http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "one-and-only"})
             jobs = (await http.get("/v1/jobs")).json()["data"]
         assert last.headers["idempotent-replayed"] == "true"
@@ -202,7 +203,7 @@ async def test_headers_without_end_are_cut_off(redis_server: RedisServer, before
         assert num_sent < ENDLESS_BYTES
         await asyncio.gather(answer, return_exceptions=True)
         writer.close()
-        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False) as http:
             assert (await http.get("/healthz")).status_code == 200
             long = {**SPEC, "metadata": {f"k{number}": "v" * 400 for number in range(16)}}
             again = await http.post("/v1/jobs", json=long, headers={"x-long": "z" * 60_000})
@@ -221,7 +222,7 @@ async def test_requests_are_not_piled_up_on_one_connection(redis_server: RedisSe
             "Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}".encode()
         )
         writer.write(f"GET /healthz HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode() * 1000)
-        received = await asyncio.wait_for(answers, 60)
+        received = await asyncio.wait_for(answers, HANG_S)
         assert b"Too many requests are waiting" in received
         assert received.count(b"HTTP/1.1 ") < 200
         writer.close()
@@ -253,7 +254,7 @@ async def test_more_readers_than_connections_to_redis_wait_for_their_turn(redis_
     job = await store.jobs.create(JobSpec.model_validate(SPEC))
     before = await num_connections(redis_server)
     with ApiProcess(redis_server.url) as api:
-        async with httpx.AsyncClient(base_url=api.url, timeout=120, trust_env=False, limits=UNLIMITED) as http:
+        async with httpx.AsyncClient(base_url=api.url, timeout=HANG_S, trust_env=False, limits=UNLIMITED) as http:
 
             async def first_event() -> str:
                 async with http.stream("GET", f"/v1/jobs/{job.id}/events", headers={**STREAM, **START}) as stream:

@@ -41,6 +41,7 @@ from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 from tests.core.segments import episode
 from tests.core.test_model_files import SOUND, write_files
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
 NUM_REPEATS = 100
@@ -336,7 +337,7 @@ def test_a_hundred_clients_that_hang_up_at_once_make_one_key(redis_server: Redis
         for _ in range(NUM_REPEATS):
             with socket.create_connection(("127.0.0.1", port)) as line:
                 line.sendall(head.encode())
-        with httpx.Client(base_url=api.url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=60) as http:
+        with httpx.Client(base_url=api.url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=HANG_S) as http:
             made = http.post("/v1/keys?owner=me", headers={"Idempotency-Key": "the-one"})
             assert made.status_code == 201
             assert [one["id"] for one in http.get("/v1/keys").json()["data"]] == [made.json()["id"]]

@@ -27,11 +27,12 @@ from services.state.jobs import JobStatus
 from services.state.store import Store
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, MadePast, make_past, spec_of
+from tests.patience import HANG_S
 from tests.services.api.api_kit import application, error_of, http_to
 
 # torch starts slowly on a busy machine
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("warm_children")]
-DEADLINE_S = 300.0
+DEADLINE_S = HANG_S
 GROUP = 3 * GROUPS
 
 

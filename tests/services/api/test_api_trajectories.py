@@ -19,6 +19,7 @@ from services.state.store import Claim, JobStatus, Store
 from services.trainer.groups.intake import Intake
 from tests.core.learner_support import write_model
 from tests.core.test_model_files import SOUND, write_files
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.trainer.loop_kit import (
     ACTIONS,
@@ -35,7 +36,7 @@ from tests.services.trainer.loop_kit import (
     saved,
 )
 
-DEADLINE_S = 240.0
+DEADLINE_S = HANG_S
 VOCABULARY = 50
 
 

@@ -15,6 +15,7 @@ from services.process.children import die_with_parent
 from services.state.server import RedisServer
 from services.state.store import Store
 from tests.apparatus.warm_python import Child
+from tests.patience import HANG_S
 from tests.services.api.api_kit import GUESS, ApiProcess
 
 Gspo = Callable[..., tuple[int, str, str]]
@@ -43,7 +44,7 @@ def gspo(redis_server: RedisServer, store: Store, tmp_path: Path, capsys: pytest
             yield run
         finally:
             worker.terminate()
-            worker.wait(60)
+            worker.wait(HANG_S)
 
 
 def test_environments_are_registered_looked_at_tried_and_removed(gspo: Gspo, tmp_path: Path):

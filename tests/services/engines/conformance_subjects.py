@@ -24,11 +24,12 @@ from services.engines.sglang import EngineClient
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.language import true_logprobs
 from tests.apparatus.sglang_process import SGLangProcess
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import CONTEXT_LENGTH, VOCAB_SIZE, EngineProcess, Models, max_difference
 
 SGLANG_VENV = os.environ.get("GSPO_TEST_SGLANG_VENV")
 NAMES = ["embedded", "scripted", *(["sglang"] if SGLANG_VENV else [])]
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 @dataclass

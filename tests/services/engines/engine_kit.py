@@ -24,11 +24,12 @@ from services.engines.protocol import Generation
 from services.engines.sglang import EngineClient
 from services.process.children import die_with_parent
 from services.process.ports import free_port
+from tests.patience import HANG_S
 
 NUM_VERSIONS = 3
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
-_DEADLINE_S = 110.0
+_DEADLINE_S = HANG_S
 
 
 def make_model(directory: Path, *, seed: int, hidden_size: int = 64, head_dim: int = 16) -> Path:

@@ -33,6 +33,7 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import AsAdapters
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import EngineProcess, Models
 from tests.services.rollout.rollout_kit import until
 
@@ -108,7 +109,7 @@ def process(models: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
 @pytest.fixture
 async def wired(models: Models, process: EngineProcess) -> AsyncIterator[tuple[EngineClient, Wire]]:
     wire = Wire()
-    async with httpx.AsyncClient(transport=wire, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(transport=wire, timeout=HANG_S, trust_env=False) as http:
         engine = EngineClient(process.url, http)
         await engine.pause("abort")
         await engine.load_weights(models.paths[1], "default")
@@ -262,6 +263,6 @@ async def test_a_pool_gives_adapters_to_every_engine_and_again_after_a_restart(
 
 
 async def until_label(engine: EngineClient, label: str) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while (await engine.info()).label != label or not await engine.is_ready():
             await asyncio.sleep(0.02)

@@ -23,6 +23,7 @@ from services.engines.weight_buckets import buckets_in
 from services.engines.weight_group import WeightGroup
 from tests.apparatus.sglang_process import SGLangProcess
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.conformance_subjects import NAMES, Subject, add_tokenizer, serve, start_sglang
 from tests.services.engines.engine_kit import (
     CONTEXT_LENGTH,
@@ -435,16 +436,16 @@ async def test_23_probes_while_paused(subject: Subject, mode: Any) -> None:
 async def test_23b_health_answers_while_paused_and_a_probe_that_generates_does_not(subject: Subject) -> None:
     """A real one runs with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, as docs/engines.md asks for."""
     await subject.client.pause("retract")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert (await subject.get("/health")).status_code == 200
     if subject.is_real:
         started = time.monotonic()
-        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=90)).status_code == 503
+        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=HANG_S)).status_code == 503
         assert time.monotonic() - started > 15
     await subject.client.resume()
     if subject.is_real:  # the failed probe has made it not ready, a good one ends that
         assert not await subject.client.is_ready()
-        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=90)).status_code == 200
+        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=HANG_S)).status_code == 200
     assert await subject.client.is_ready()
 
 
@@ -457,7 +458,7 @@ async def test_24_flushing(subject: Subject) -> None:
     await subject.until_running()
     refused = await subject.post("/flush_cache")
     assert (refused.status_code, refused.text) == (400, "Flush cache failed.\n")
-    waited = await subject.http.post(f"{subject.url}/flush_cache?timeout=60", timeout=90)
+    waited = await subject.http.post(f"{subject.url}/flush_cache?timeout=60", timeout=HANG_S)
     assert waited.status_code == 200
     assert len((await running).json()["output_ids"]) == subject.long
 
@@ -483,7 +484,7 @@ async def test_26_a_client_that_leaves_takes_its_request_along(subject: Subject)
     running = subject.start(prompt_of(26), CONTEXT_LENGTH - 40, rid="26" * 16)
     await subject.until_running()
     running.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while (await subject.load())["num_running_reqs"]:
             await asyncio.sleep(0.02)
 
@@ -553,7 +554,7 @@ async def test_11b_input_that_ends_a_real_engine(
             with pytest.raises(httpx.TransportError):
                 async with asyncio.timeout(200):
                     await subject.post("/generate", input_ids=ids)
-            async with asyncio.timeout(60):  # a real one takes a moment to be gone
+            async with asyncio.timeout(HANG_S):  # a real one takes a moment to be gone
                 while await subject.is_reachable():
                     await asyncio.sleep(0.2)
     finally:
@@ -582,7 +583,7 @@ async def test_18b_weights_of_other_shapes_end_a_real_engine(
             with pytest.raises(httpx.TransportError):
                 async with asyncio.timeout(200):
                     await subject.post("/update_weights_from_disk", **order)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while await subject.is_reachable():
                     await asyncio.sleep(0.2)
     finally:

@@ -38,6 +38,7 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import AsDeltas
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import EngineProcess, Models
 from tests.services.rollout.rollout_kit import until
 
@@ -262,7 +263,7 @@ async def wired(
     versions: Versions, processes: dict[torch.dtype, EngineProcess]
 ) -> AsyncIterator[tuple[EngineClient, Wire]]:
     wire = Wire()
-    async with httpx.AsyncClient(transport=wire, timeout=60) as http:
+    async with httpx.AsyncClient(transport=wire, timeout=HANG_S) as http:
         yield EngineClient(processes[versions.dtype].url, http), wire
 
 

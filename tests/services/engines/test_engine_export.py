@@ -19,6 +19,7 @@ from services.files.job_records import AcceptedJob, JobRecords
 from services.trainer.building import make_learner
 from tests.apparatus.sglang_process import SGLangProcess
 from tests.core.learner_support import make_sequences, with_behavior
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import Models, make_model
 
 SGLANG_VENV = os.environ.get("GSPO_TEST_SGLANG_VENV", "")
@@ -47,7 +48,7 @@ async def test_sglang_serves_an_exported_checkpoint(tmp_path: Path) -> None:
 
     server = SGLangProcess(Path(SGLANG_VENV), target, tmp_path / "sglang.log")
     try:
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as http:
             client = EngineClient(server.url, http)
             answer = await client.generate(PROMPT, max_new_tokens=40, temperature=1.0, stop_token_ids=[])
     finally:

@@ -11,6 +11,7 @@ import pytest
 
 from services.engines.http_engine import open_http
 from services.engines.transport import EngineTransport
+from tests.patience import HANG_S
 
 
 class Server:
@@ -88,7 +89,7 @@ async def test_an_engine_that_never_answers_takes_no_connection_from_another() -
         hanging = [asyncio.create_task(http.post(address, content=b"x")) for _ in range(3)]
         for _ in range(3):
             await asked.get()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             assert (await http.post(server.url, content=b"y")).content == b"y"
         for task in hanging:
             task.cancel()
@@ -117,7 +118,7 @@ async def test_a_connection_is_not_kept_when_the_client_was_closed_while_it_was_
     await transport.aclose()
     may_answer.set()
     assert (await asking).content == b"late"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await left.wait()
     listener.close()
     await listener.wait_closed()
@@ -204,5 +205,5 @@ async def test_a_cancelled_request_closes_its_connection() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await server.closed.wait()

@@ -22,6 +22,7 @@ from services.engines.sglang import EngineClient
 from services.process.ports import free_port
 from services.process.settings import load_settings
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import EngineProcess, Models
 
 USE, CONTROL = "use-of-engines", "control-of-engines"
@@ -137,7 +138,7 @@ def test_no_key_is_in_an_argument_a_log_or_a_representation(models: Models) -> N
 def test_an_engine_that_no_key_is_for_does_not_start(models: Models, warm_python: WarmPython, held: str) -> None:
     command = [warm_python.path, "-m", "services.engine", "--model", str(models.paths[0]), "--port", "1"]
     ended = subprocess.run(
-        command, env={**os.environ, SETTING: held}, capture_output=True, text=True, check=False, timeout=110
+        command, env={**os.environ, SETTING: held}, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert ended.returncode == 2
     assert SETTING in ended.stderr

@@ -22,6 +22,7 @@ from services.engines.protocol import Engine, Generation
 from tests.apparatus.sglang_process import SGLangProcess
 from tests.apparatus.vllm_process import VllmProcess
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.conformance_subjects import SGLANG_VENV, Subject, add_tokenizer, serve
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
@@ -39,7 +40,7 @@ VLLM_URL = os.environ.get("GSPO_TEST_VLLM_URL")
 NAMES = ["embedded", "scripted", *(["sglang"] if SGLANG_VENV else []), *(["vllm"] if VLLM_VENV or VLLM_URL else [])]
 # The order of float32 additions only.
 TOLERANCE = 1e-4
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 # Tokens of a request that is long enough to be interfered with; no stop token ends it early.
 LONG = 300
 pytestmark = pytest.mark.timeout(900)

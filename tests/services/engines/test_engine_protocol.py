@@ -13,6 +13,7 @@ import pytest
 from services.engines.errors import EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,
@@ -267,7 +268,7 @@ async def test_a_term_signal_hands_back_what_was_sampled(
         assert partial.finish_reason == "abort"
         assert len(partial.output_ids) >= 19
         assert [span.label for span in partial.spans] == ["job/0/0"]
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=HANG_S) == 0
     finally:
         server.close()
     with pytest.raises(EngineUnavailable):

@@ -17,6 +17,7 @@ from services.engines.errors import EngineProtocolError, EngineUnavailable
 from services.engines.protocol import Generation
 from services.engines.sglang import EngineClient
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,7 +36,7 @@ def ask(client: EngineClient, num: int = 5, **changes: Any) -> asyncio.Task[Gene
 
 
 async def until_asked(engine: ScriptedEngine) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not (engine.waiting or engine.running):
             await asyncio.sleep(0)
 
@@ -117,5 +118,5 @@ async def test_it_plays_other_versions_of_sglang(
 
 def test_the_example_of_its_page_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert (ran.returncode, ran.stdout) == (0, "the connection was cut, as ordered\n"), ran.stderr

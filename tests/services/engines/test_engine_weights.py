@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from services.engines.errors import EngineDirty, EngineRejected
 from services.engines.protocol import Generation
 from services.engines.sglang import EngineClient
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
     Models,
@@ -209,7 +210,7 @@ async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(engine: 
 
     async with httpx.AsyncClient(trust_env=False, event_hooks={"response": [watch]}) as watched:
         load = asyncio.create_task(EngineClient(engine.url, watched).load_weights(models.paths[1], "job/1/1"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await updated.wait()
         await engine.resume()
         await load

@@ -15,6 +15,7 @@ from services.episodes.outbox import Outbox
 from services.episodes.retry import Retrier
 from services.state.away import RedisFault
 from services.state.queue import Append, Gap, Kept, Snapshot
+from tests.patience import HANG_S
 
 
 class Remembering:
@@ -87,12 +88,12 @@ async def test_who_is_cancelled_holds_up_nobody(cancelled: int) -> None:
     tasks = [first, *(append(box, group) for group in range(1, 6))]
     await asyncio.sleep(0)
     tasks[cancelled].cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [n == cancelled for n in range(6)]
     # What was given away goes, whoever waits for it; twice is harmless.
     assert {group for call in bus.calls for group in call} >= set(range(6)) - {cancelled}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await append(box, 9)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from services.files.audit_log import AuditLog
 from services.launch import audit_log as command
+from tests.patience import HANG_S
 
 DAY_S = 86_400.0
 WRITER = """
@@ -31,7 +32,7 @@ def line(at: str, **more: object) -> str:
 def test_many_processes_write_and_set_aside_and_no_line_is_lost_or_mixed(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(number)]) for number in range(3)]
-    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(HANG_S) for writer in writers] == [0, 0, 0]
     log = AuditLog(path)
     assert len(log.files()) > 5
     written = sorted((one["by"], one["number"]) for one in map(json.loads, log.lines()))

@@ -17,6 +17,7 @@ from services.gateway.streams import Pace
 from services.gateway.turns import Answer, Ask, Finish, Piece, Refusal, RefusalKind, Usage, VersionSpan
 from services.process.http_server import serve_http
 from services.process.ports import free_port
+from tests.patience import HANG_S
 
 KEY = "ep_test.key"
 MODEL = "policy"
@@ -146,7 +147,7 @@ async def serving(
     """A gateway before these turns, on a port of this machine, as the process serves it."""
     stop, stopping, port = asyncio.Event(), asyncio.Event(), free_port()
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http:
         gateway = Gateway(url, http, stopping)
         app = build_app(turns, is_ready=lambda: gateway.is_ready, stopping=stopping, pace=pace, forwarding=forwarding)
         async with asyncio.TaskGroup() as tasks:
@@ -159,7 +160,7 @@ async def serving(
 
 
 async def _until_it_answers(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 await http.get("/healthz")

@@ -22,6 +22,7 @@ from services.gateway.judging import Judges
 from services.gateway.outbound_http import outbound_http
 from services.process.http_server import serve_http
 from services.process.ports import free_port
+from tests.patience import HANG_S
 
 LOOPBACK = ("127.0.0.0/8",)
 
@@ -66,7 +67,7 @@ async def judge_server(answers: Sequence[Says]) -> AsyncIterator[JudgeServer]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_http(app, "127.0.0.1", port, stop, grace_s=1, settings="none", lifespan=False))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 while not await _listens(port):
                     await asyncio.sleep(0.01)
             yield server

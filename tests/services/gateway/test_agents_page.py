@@ -25,6 +25,7 @@ from services.state.loans import Loans
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.repo.pages import ROOT, block
 from tests.services.api.api_kit import ApiProcess
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, call, serving
@@ -120,7 +121,7 @@ async def test_the_loop_of_the_page_fetches_and_plays(
             loop = await asyncio.create_subprocess_exec(
                 sys.executable, "fetch.py", job, cwd=tmp_path, env=environment, stderr=asyncio.subprocess.PIPE
             )
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while [one and one.reward for one in (await loans.offers(job)).values()] != [1.0, 0.0]:
                     assert loop.returncode is None
                     await asyncio.sleep(0.05)

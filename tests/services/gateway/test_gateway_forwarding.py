@@ -18,6 +18,7 @@ from services.gateway.app import DIALECTS
 from services.gateway.forwarding import FORWARDED_BY, RECEIPT, ForwardingMiddleware, between_gateways
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.ports import free_port
+from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Speaker
 from tests.services.rollout.rollout_kit import until
@@ -190,7 +191,7 @@ async def test_a_gateway_that_leaves_looks_for_no_episode_that_nobody_holds() ->
         is_sought.set()
         return absent(key)
 
-    async with between_gateways() as http, asyncio.timeout(30):
+    async with between_gateways() as http, asyncio.timeout(HANG_S):
         endless = forwarding(Book(http), sought, leaving=leaving, clock=lambda: 0.0)
         async with serving(FakeTurns([]), forwarding=endless) as gateway:
             asking = asyncio.create_task(gateway.http.get("/v1/models", headers=BEARER))

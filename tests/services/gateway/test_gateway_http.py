@@ -17,6 +17,7 @@ from services.gateway.requests import MAX_BODY_BYTES
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace
 from services.gateway.turns import Ask, Refusal, RefusalKind
+from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Speaker, Wire, events
 
@@ -42,7 +43,7 @@ def body_of(speaker: Speaker, **more: Any) -> Wire:
 
 
 async def until(happened: asyncio.Event) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         await happened.wait()
 
 
@@ -59,7 +60,7 @@ async def test_one_key_has_so_many_requests_open_and_others_are_answered_meanwhi
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         first = asyncio.create_task(http.post(path, json=body, headers=BEARER))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not seats._open:
                 await asyncio.sleep(0)
         second = await http.post(path, json=body, headers=BEARER)
@@ -161,7 +162,7 @@ async def test_a_connection_that_breaks_is_no_delivery(speaker: Speaker, stream:
     async with serving(turns, PATIENT) as gateway:
         body = body_of(speaker, stream=stream)
         request = asyncio.create_task(gateway.http.post(speaker.path, json=body, headers=speaker.headers))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not turns.answerings:
                 await asyncio.sleep(0.01)
         request.cancel()
@@ -235,7 +236,7 @@ async def test_who_waits_for_an_answer_when_the_gateway_leaves_is_sent_elsewhere
             for one in SPEAKERS.values()
             for stream in (False, True)
         ]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while len(turns.answerings) < len(waiting):
                 await asyncio.sleep(0.01)
         assert (await gateway.http.get("/readyz")).status_code == 200
@@ -454,7 +455,7 @@ async def test_a_request_that_waits_when_the_server_ends_is_told_to_ask_again(st
     turns.asked = asyncio.Event()
     async with contextlib.AsyncExitStack() as closing:
         gateway = await closing.enter_async_context(serving(turns))
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=HANG_S, trust_env=False) as http:
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
             headers = {"Authorization": f"Bearer {KEY}"}
             asking = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))

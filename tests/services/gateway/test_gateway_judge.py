@@ -21,6 +21,7 @@ from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.loans import Loans
 from services.workers.episode import Episode
+from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_order, agent_setting, door
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, result, said, user
 from tests.services.gateway.judge_kit import Says, judge_server, judges, verdict
@@ -260,7 +261,7 @@ async def test_an_agent_that_pulls_is_judged_where_it_told_no_reward(
         played = Judged(table, codec, nobody, asking[0], pulls=True)
         running = asyncio.create_task(played.run(server.url, agent={"pull": True}))
         loans = Loans(Functions(table.redis))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while (lent := await loans.lend(JOB, "request", 300.0)) is None:
                 await asyncio.sleep(0.01)
             told = json.loads(lent.told)

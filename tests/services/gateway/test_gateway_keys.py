@@ -18,6 +18,7 @@ from services.gateway.turns import Refusal, RefusalKind
 from services.state.functions import Functions
 from services.state.queue_records import EpisodeLease
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
+from tests.patience import HANG_S
 from tests.services.gateway.gateway_kit import Bench, request, take, user
 from tests.services.rollout.rollout_kit import JOB
 
@@ -199,5 +200,5 @@ async def test_who_waits_for_an_episode_is_sent_on_when_the_gateway_leaves() -> 
     await asyncio.sleep(0)
     assert not asking.done()
     leaving.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert await asking is RefusalKind.AWAY

@@ -24,6 +24,7 @@ from services.state.loans import Lent, Loans, LoanState
 from services.state.refusals import Fenced
 from services.workers.episode import Episode
 from services.workers.setting import Order
+from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import AgentWorld, Client, Doors, agent_setting, door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, said, user
 from tests.services.rollout.rollout_kit import JOB, TRAINER, Speech, Table, spec, until
@@ -97,7 +98,7 @@ class Shop:
 
 
 async def until_true(asked: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not await asked():
             await asyncio.sleep(0.005)
 

@@ -20,6 +20,7 @@ from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OP
 from services.gateway.streams import Pace
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.ports import free_port
+from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, call, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Said
 from tests.services.gateway.test_gateway_dialects import CASES, Case, expected
@@ -206,7 +207,7 @@ async def test_a_held_stream_is_read_to_its_end(package: str):
     async with serving(turns, Pace(commit_after_s=0.0, alive_every_s=0.02)) as gateway:
         playing = asyncio.create_task(run(package, "play.py", package, gateway.url, KEY, given=requests))
         for number, gate in enumerate(gates):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while len(turns.answerings) <= number or turns.answerings[number].num_taken == 0:
                     await asyncio.sleep(0.05)
             gate.set()

@@ -25,6 +25,7 @@ from services.state.functions import Functions
 from services.state.loans import Loans
 from services.state.store import Claim
 from services.state.talks import TalkKey, Talks
+from tests.patience import HANG_S
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS, NUM_AGENTS = 6, 2, 12, 6
 TASKS = "class Tasks:\n    tasks = [{}] * 8\n"
@@ -95,7 +96,7 @@ class Agent:
         for attempt in range(1000):
             headers = {"Authorization": f"Bearer {told['api_key']}", "x-stainless-retry-count": str(attempt)}
             try:
-                async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+                async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as http:
                     answer = await http.post(f"{told['base_url']}/chat/completions", json=body, headers=headers)
                 said = _said(answer, stream=stream)
             except httpx.TransportError:
@@ -136,7 +137,7 @@ def start(stage: Stage, claim: Claim, address: Address, port: int) -> subprocess
 
 async def serves(stage: Stage, gateway: subprocess.Popen[bytes]) -> None:
     """It is there, and holds episodes, as long as some are left."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while not any(one.pid == gateway.pid and one.jobs for one in await stage.store.fleet.workers()):
             assert gateway.poll() is None
             await asyncio.sleep(0.05)
@@ -168,7 +169,7 @@ async def test_a_rolling_restart_of_two_loses_no_turn_of_the_agents_that_play(tm
                     if (num_restarts < 4 and any(agent.told for agent in agents)) or num_restarts < 2:
                         number = num_restarts % 2
                         gateways[number].terminate()
-                        assert await asyncio.to_thread(gateways[number].wait, 60) == 0
+                        assert await asyncio.to_thread(gateways[number].wait, HANG_S) == 0
                         gateways[number] = start(stage, claim, address, address.ports[number])
                         await serves(stage, gateways[number])
                         num_restarts += 1

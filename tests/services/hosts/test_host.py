@@ -22,10 +22,13 @@ from gspo_core.types import Split, StopReason
 from services.hosts import scratch
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
+from tests.apparatus.processes import is_running
 from tests.services.rollout.rollout_kit import until
 
 WORLDS = Path(__file__).with_name("host_worlds.py")
 SHORT = Timeouts(reset_timeout_s=2.0, step_timeout_s=0.5, score_timeout_s=2.0, close_timeout_s=1.0)
+# Of whom nothing is to be found too slow.
+PATIENT = Timeouts(reset_timeout_s=600.0, step_timeout_s=600.0, score_timeout_s=600.0, close_timeout_s=600.0)
 # Generous: other work shares the machine. Every deadline that is checked lies far below the trouble itself.
 SOON_S = 30.0
 
@@ -48,13 +51,6 @@ async def begun(environment: HostedEnvironment, index: int = 0, limits: Timeouts
     session = environment.session(limits=limits, episode_id=f"job/0/{index}")
     await session.start(await environment.task(Split.TRAIN, index), seed=index)
     return session
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def gone(*pids: int) -> None:
@@ -161,7 +157,7 @@ async def test_who_crashes_its_process_has_an_outcome(host: Open, counts: Counte
 
 async def test_of_several_suspects_only_the_one_that_crashes_alone_is_blamed(host: Open, counts: Counter[str]) -> None:
     environment = await host("Shared", max_processes=1)
-    guilty, *others = [await begun(environment) for _ in range(4)]
+    guilty, *others = [await begun(environment, limits=PATIENT) for _ in range(4)]
     acting = [asyncio.create_task(other.act(call("block", seconds=0.4))) for other in others]
     observation = await guilty.act(call("die", how="exit", after=0.1))
     assert observation.stop_reason is StopReason.ENV_CRASH

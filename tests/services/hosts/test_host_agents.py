@@ -19,8 +19,9 @@ from services.hosts.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedAgentSession, HostedEnvironment, SessionLost
 from services.hosts.sites import Sites
+from tests.apparatus.processes import is_running
 from tests.core.agent_kit import serving
-from tests.services.hosts.test_host import gone, is_running
+from tests.services.hosts.test_host import gone
 from tests.services.hosts.test_host_service import Service, service
 from tests.services.rollout.rollout_kit import until
 

@@ -28,10 +28,11 @@ from services.hosts.remote import RemoteHosts, _connect
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.process.ports import free_port
+from tests.patience import HANG_S
 from tests.services.hosts.test_host import WORLDS, begun, call, gone, said
 
 TOKEN = "a token for the tests"
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 ROOT = Path(__file__).parents[3]
 
 CALLER = """
@@ -242,7 +243,7 @@ async def test_who_is_asked_to_leave_ends_what_is_under_way_and_nothing_is_done_
     session = await begun(environment, limits=Timeouts(step_timeout_s=60))
     paying = asyncio.create_task(session.act(call("pay")))
     assert own.process is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not books.exists():
             await asyncio.sleep(0.01)
         own.process.send_signal(signal.SIGTERM)
@@ -250,7 +251,7 @@ async def test_who_is_asked_to_leave_ends_what_is_under_way_and_nothing_is_done_
             await asyncio.sleep(0.01)
         held.unlink()
         assert said(await paying) == "1"
-    assert await asyncio.to_thread(own.process.wait, 60) == 0
+    assert await asyncio.to_thread(own.process.wait, HANG_S) == 0
     assert own.process.stderr is not None
     own.process.stderr.close()
     own.start()
@@ -272,7 +273,7 @@ async def test_what_is_asked_of_a_service_that_leaves_is_done_elsewhere(own: Ser
     early, late = [await begun(environment, limits=Timeouts(step_timeout_s=60)) for _ in range(2)]
     paying = asyncio.create_task(early.act(call("pay")))
     assert own.process is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not books.exists():
             await asyncio.sleep(0.01)
         own.process.send_signal(signal.SIGTERM)
@@ -282,7 +283,7 @@ async def test_what_is_asked_of_a_service_that_leaves_is_done_elsewhere(own: Ser
         await asyncio.sleep(0)
         held.unlink()
         assert said(await paying) == "1"
-    assert await asyncio.to_thread(own.process.wait, 60) == 0
+    assert await asyncio.to_thread(own.process.wait, HANG_S) == 0
     assert own.process.stderr is not None
     own.process.stderr.close()
     own.start()

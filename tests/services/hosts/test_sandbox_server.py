@@ -35,6 +35,7 @@ from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
 from services.hosts.walls import tiers
 from services.hosts.walls.tiers import Tier
+from tests.patience import HANG_S
 from tests.repo.pages import ROOT
 from tests.services.hosts.sandbox_kit import IMAGE, KEY, LOOPBACK, Server, at, begun, ran, served, through_door
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(command.refusal() is not None, reason="this mach
 needs_wall = pytest.mark.skipif(tiers.WALLS[Tier.WALL].refusal() is not None, reason="the kernel offers no wall here")
 HARBOR = "environments.adapters.harbor:harbor"
 TASKS = ROOT / "examples" / "harbor"
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 LONG = Timeouts(reset_timeout_s=60.0, step_timeout_s=60.0, score_timeout_s=60.0, close_timeout_s=30.0)
 
 

@@ -29,6 +29,7 @@ from services.hosts.walls import tiers
 from services.hosts.walls.pids import children_of
 from services.hosts.walls.plan import Shown
 from services.hosts.walls.tiers import Bounds, NoWall, Program, Tier
+from tests.patience import HANG_S
 from tests.services.hosts import attacks
 from tests.services.hosts.attacks import ATTACKS, SECRET
 from tests.services.hosts.test_host import gone, said
@@ -301,7 +302,7 @@ def test_a_link_in_a_project_leads_where_it_leads_outside(tmp_path: Path, name: 
         sys.executable, code=[str(project)], readable=[str(project / name)], hidden=[str(project / name / "secret")]
     )
     walled = tiers.WALLS[Tier.WALL].around(program, shown, Bounds())
-    done = subprocess.run(walled.command, env={}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(walled.command, env={}, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "found []\n", done.stderr
 
 

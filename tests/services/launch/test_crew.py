@@ -20,8 +20,9 @@ from services.launch.installation import Installation, Ports
 from services.launch.placement import Member, Wanted, place
 from services.launch.topology import Site
 from services.process.children import die_with_parent
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 # It looks again and again: `signal.pause` would sleep through a signal that came just before it.
 FOR_EVER = "while True: time.sleep(0.01)"
 WAITS = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('here', flush=True)\n{FOR_EVER}"

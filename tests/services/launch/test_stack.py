@@ -26,8 +26,9 @@ from services.launch.engine_command import given
 from services.launch.stack import Child, Stack, StackConfig, StackError, claim_port
 from services.launch.topology import API, ENGINE, TRAINER
 from services.process.ports import free_port
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 ENGINE_URLS = "GSPO_ENGINE_URLS"
 
 

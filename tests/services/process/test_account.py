@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 from gspo_core.cli.finding import Verdict
 from services.launch import checks, machine_checks
 from services.process import account
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 @pytest.mark.parametrize(("user", "is_told"), [(0, True), (10_001, False)])

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.patience import HANG_S
+
 PROGRAM = """
 import asyncio, ctypes, subprocess, sys
 from pathlib import Path
@@ -20,7 +22,7 @@ async def main():
     assert len(orphans) == 2
     own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     print(await asyncio.to_thread(own.wait), flush=True)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while any(Path("/proc", pid).exists() for pid in orphans):
             await asyncio.sleep(0.01)
     burying.cancel()
@@ -31,5 +33,5 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets orphans fall to a process of one's choice")
 def test_orphans_that_have_ended_are_buried() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

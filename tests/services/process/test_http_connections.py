@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 from services.process import http_connections, http_server
 from services.process.http_connections import Crowd, Part, Waiting
 from services.process.ports import free_port
+from tests.patience import HANG_S
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-WAIT_S = 30
+WAIT_S = HANG_S
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,12 +15,13 @@ from threading import Thread
 import pytest
 
 from services.process.health import Health, born, examine
+from tests.patience import HANG_S
 
 PROBE = Path(__file__).parents[3] / "services" / "process" / "probe.sh"
 
 
 def probe(*words: str) -> tuple[int, str]:
-    done = subprocess.run(["bash", PROBE, *words], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["bash", PROBE, *words], capture_output=True, text=True, timeout=HANG_S, check=False)
     return done.returncode, done.stderr
 
 

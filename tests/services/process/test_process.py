@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from services.process.telemetry import configure_logging, get_logger
+from tests.patience import HANG_S
 
 PROGRAM = """
 import asyncio, sys
@@ -31,7 +32,7 @@ sys.exit(run_until_signalled(main, grace_s={grace_s}))
 
 
 # However busy the machine is.
-ENDED_S = 60.0
+ENDED_S = HANG_S
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

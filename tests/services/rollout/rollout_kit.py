@@ -33,6 +33,7 @@ from services.rollout.driver import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, EpisodeLease
 from services.workers.setting import EpisodeSetting, Order
+from tests.patience import HANG_S
 
 JOB = "job_rollout"
 TRAINER = "trainer-token"
@@ -234,7 +235,7 @@ def stitched(segments: Sequence[Segment], name: str = "token_ids") -> list[Any]:
     return found
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = HANG_S) -> None:
     """Polls ``condition`` until it holds."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -24,6 +24,7 @@ from services.workers import engine_watch
 from services.workers.engine_watch import Hearsay
 from services.workers.engines import EngineTable
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until
 
 TICK_S = 0.05
@@ -95,7 +96,7 @@ class Place:
 
 
 async def until_async(condition: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not await condition():
             await asyncio.sleep(0.01)
 

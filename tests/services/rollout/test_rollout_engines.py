@@ -263,6 +263,22 @@ async def test_a_version_that_was_published_since_the_last_look_is_known_at_once
     assert "engine/InvalidAnswer" not in worker.counters.snapshot()
 
 
+async def test_an_engine_that_lags_is_avoided_also_when_an_answer_was_the_first_to_tell_of_the_newest_version(
+    place: Place,
+) -> None:
+    place.add("lagging", label=f"{JOB}/1/0")
+    place.add("newest", label=f"{JOB}/1/2")
+    worker = place.worker()
+    await worker.until_usable(2)  # nobody has said yet that version 2 is published
+    place.published += [manifest(1), manifest(2)]
+    await worker.engines._require_published([2], "http://newest")
+    assert [engine.url for engine in worker.engines.usable()] == ["http://newest"]
+    await worker.engines.refresh()
+    assert [engine.url for engine in worker.engines.usable()] == ["http://newest"]
+    answers = await asyncio.gather(*(worker.ask(prompt=number, prefer="lagging") for number in range(3)))
+    assert {answer.engine_id for answer in answers} == {"http://newest"}
+
+
 async def test_what_one_engine_refuses_another_may_take(place: Place) -> None:
     place.add("short", context_length=8)
     long = place.add("long")

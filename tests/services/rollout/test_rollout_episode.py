@@ -20,6 +20,7 @@ from services.state.away import Away, AwayReason
 from services.state.queue import Append, Fenced, Gap
 from services.workers.episode import Episode
 from services.workers.setting import EpisodeSetting, Order, episode_seed
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import (
     JOB,
     TRAINER,
@@ -673,7 +674,7 @@ async def test_a_cancellation_that_the_redis_client_swallows_still_ends_the_loop
         asking = asyncio.create_task(keep_asking())
         await asyncio.sleep(0.0001 * number)
         asking.cancel()
-        done, _ = await asyncio.wait({asking}, timeout=60.0)
+        done, _ = await asyncio.wait({asking}, timeout=HANG_S)
         assert done
 
 

@@ -23,6 +23,8 @@ from benchmarks.rollout_stage import Stage, open_stage
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.state.store import Claim
+from tests.apparatus.processes import is_running
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until
 
 LEASE_S = 1.0
@@ -155,7 +157,7 @@ async def test_killed_workers_cost_little_and_repeat_nothing(
     assert [line for line, count in payments.items() if count > max(1, watcher.num_attempts[line.split()[0]])] == []
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) >= num_kills
-    await until(lambda: not [pid for pid in pids if is_alive(pid)])
+    await until(lambda: not [pid for pid in pids if is_running(pid)])
 
 
 async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kills: int) -> int:
@@ -183,7 +185,7 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
         await asyncio.sleep(0.05)  # one that is only starting does not know how to leave yet
     for worker in workers.values():
         worker.terminate()
-    assert {await asyncio.to_thread(worker.wait, 60) for worker in workers.values()} == {0}
+    assert {await asyncio.to_thread(worker.wait, HANG_S) for worker in workers.values()} == {0}
     return num_groups
 
 
@@ -216,11 +218,3 @@ def judge(final: list[list[Segment]], watcher: Watcher) -> None:
     print(f"{num_answers} segments were stored, {share:.1%} of them stayed; {num_again} of {len(final)} episodes had")
     print("more than one attempt")
     assert share >= MIN_REUSED
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"

@@ -48,12 +48,14 @@ from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import load_job
 from services.workers.worker import Worker, WorkerConfig
+from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until, write_model
 
 LEASE_S = 1.0
 # What is asked to end, does, however busy the machine is.
-ENDED_S = 60.0
+ENDED_S = HANG_S
 WORLD = '''
 class Talk:
     """Keep talking."""
@@ -163,7 +165,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def alive(pids: set[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def spawn(module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -557,7 +559,7 @@ async def test_a_worker_leaves_although_a_lease_is_not_answered_and_hands_that_b
         return answer
 
     monkeypatch.setattr(leaver._bus._functions, "call", second_lease_is_not_answered)
-    async with asyncio.timeout(60.0), stage.working(leaver):
+    async with asyncio.timeout(HANG_S), stage.working(leaver):
         await is_silent.wait()
     num_open = 24 - leaver.counters["episodes/finished"]
     token = await stage.bus.join("next")
@@ -632,7 +634,7 @@ async def test_a_process_that_was_asked_to_leave_is_not_replaced_and_one_that_fa
     starts = tmp_path / "starts"
     program = f"import os; f = open({str(starts)!r}, 'a'); print('x', file=f, flush=True); f.close()"
     failing_first = f"{program}; os._exit(len(open({str(starts)!r}).readlines()) < 3)"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await processes.watch([sys.executable, "-c", failing_first], 1, dict(os.environ), asyncio.Event())
     assert len(starts.read_text().splitlines()) == 3
 
@@ -703,7 +705,7 @@ async def test_a_worker_that_is_asked_to_leave_does_not_wait_for_an_environment_
 
     monkeypatch.setattr(HostedEnvironment, "open", classmethod(never))
     await stage.submit()
-    async with asyncio.timeout(60.0), stage.working(stage.worker()):
+    async with asyncio.timeout(HANG_S), stage.working(stage.worker()):
         await begun.wait()
     assert given_up.is_set()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.state.server import RedisServer
+from tests.patience import HANG_S
 
 FAULTS = ("lose request", "lose reply", "cut reply")
 
@@ -45,7 +46,7 @@ class FaultyLine:
         leaves a socket open, which fails whatever test runs when that is found."""
         assert self._server is not None
         self._server.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*self._lines, return_exceptions=True)
 
     def _meet(self, data: bytes) -> str:

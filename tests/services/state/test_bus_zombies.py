@@ -19,6 +19,7 @@ from services.state.fleet_records import EngineRecord
 from services.state.queue import Append, Bus
 from services.state.server import RedisServer
 from services.state.store import Claim, Store
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.every_server
 
@@ -39,7 +40,7 @@ class Zombie:
 
     async def said(self) -> Any:
         assert self.process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             return json.loads(await self.process.stdout.readline())
 
 
@@ -65,7 +66,7 @@ async def test_the_late_writes_of_a_worker_that_was_stopped_are_fenced(
         await bus.dispatch(job, claim.token, group, size=1, split=Split.TRAIN, task_index=0)
     async with zombie("worker", redis_server.url, job) as sleeper:
         sleeper.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not await reaper.reap(job):
                 await asyncio.sleep(LEASE_S / 20)
         token = await bus.join("heir")
@@ -93,7 +94,7 @@ async def test_the_late_writes_of_a_trainer_that_was_stopped_are_fenced(
     async with zombie("trainer", redis_server.url, job) as sleeper:
         sleeper.stop()
         heir: Claim | None = None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while heir is None:
                 heir = await heirs.jobs.claim("heir")
                 await asyncio.sleep(LEASE_S / 20)

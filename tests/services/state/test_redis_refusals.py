@@ -29,6 +29,7 @@ from services.state.store import Claim, JobStatus, Store
 from services.trainer.run import JobRun
 from services.trainer.run_phase import RunPhase
 from services.trainer.worker import TrainerWorker
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 from tests.services.state.redis_trouble import REAL, Trouble
 from tests.services.trainer.trainer_kit import InProcess
@@ -360,7 +361,7 @@ async def test_a_rollout_worker_waits_for_as_long_as_it_takes(
     assert await retrier.try_once(bus.join, "w") is None
     joining = asyncio.create_task(retrier.keep_trying(bus.join, "w"))
     name = "redis/retries" if reason is AwayReason.UNREACHABLE else "redis/not_now"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while counters[name] < 5:
             await asyncio.sleep(0.01)
         assert not joining.done()
@@ -418,7 +419,7 @@ async def test_a_trainer_lets_go_of_its_job_and_takes_it_again(
 
     worker = TrainerWorker(store, Bus(client), "trainer", InProcess(store, make_run))
     training = asyncio.create_task(worker.run(stop))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await has_begun.wait()
         await asyncio.sleep(0.5)
         assert not training.done()

@@ -36,6 +36,7 @@ from services.state.server import RedisServer
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Claim, Store
 from services.state.worker_requests import WorkerRequests
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.every_server
 
@@ -91,7 +92,7 @@ async def test_what_announces_engines_needs_no_more_than_a_worker_may(as_user: A
         await store.load_functions()
     waiting = asyncio.create_task(functions_there(store))
     await Store(as_user("gspo-api")).load_functions()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await waiting
     await store.fleet.register_engine(EngineRecord(id="e"))
     assert [one.id for one in await store.fleet.engines()] == ["e"]

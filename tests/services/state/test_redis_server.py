@@ -20,8 +20,10 @@ import structlog.testing
 from services.state import child
 from services.state.server import RedisServer, RedisUnsuitable, connect, find_binary
 from services.state.server_promises import warn_if_weaker
+from tests.apparatus.processes import is_running
+from tests.patience import HANG_S
 
-WAIT_S = 60.0
+WAIT_S = HANG_S
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -35,14 +37,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 def client_of(server: RedisServer) -> redis.Redis:
     return redis.Redis.from_url(server.url, protocol=2)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def script(path: Path, text: str) -> Path:

@@ -19,6 +19,7 @@ from services.state.queue import Bus, Fenced
 from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict
 from services.state.store import Claim, JobConflict, JobNotFound, JobRecord, JobStatus, Store
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.every_server
 
@@ -317,7 +318,7 @@ async def test_a_wipe_in_the_middle_of_a_rebuild_is_noticed(
 
     monkeypatch.setattr(JobRecords, "accepted", wipe_after_two)
     listing = asyncio.create_task(store.jobs.page())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while len(wiped) < 2:
             await asyncio.sleep(0)
     await redis_client.flushall()

@@ -51,13 +51,14 @@ from tests.apparatus import small_qwen3
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport, language
 from tests.apparatus.small_qwen3 import next_logprobs
 from tests.core.learner_support import VOCABULARY
+from tests.patience import HANG_S
 from tests.services.trainer.trainer_kit import InProcess, stop
 
 NUM_TASKS = 5
 NUM_TURNS = 2
 ACTIONS = 5
 STOP_ID = 3
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 LEASE_S = 30.0
 URL = "http://engine"
 

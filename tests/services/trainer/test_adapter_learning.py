@@ -36,6 +36,7 @@ from services.state.store import Store
 from services.trainer.building import make_learner, make_run
 from services.trainer.fleet import engines as engines_module
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import VOCAB_SIZE, EngineProcess, make_model
 from tests.services.trainer.loop_kit import Clock, Killed, after_each_step, fingerprint
 from tests.services.trainer.trainer_kit import stop
@@ -174,7 +175,7 @@ async def test_it_ends_with_the_weights_that_whole_versions_lead_to(
     monkeypatch.setattr(engines_module, "WATCH_S", 0.1)
     hooks, ends = after_each_step(monkeypatch), dict[str, str]()
     wire = Wire()
-    async with httpx.AsyncClient(transport=wire, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(transport=wire, timeout=HANG_S, trust_env=False) as http:
         place: dict[str, Any] = {"model": model, "redis": redis_client, "http": http, "process": process}
         whole = await trained("disk", deaths=0, root=tmp_path / "disk", **place)
         assert wire.calls.count("/update_weights_from_adapter") == 0

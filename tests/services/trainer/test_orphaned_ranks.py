@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.process.ports import free_port
 from services.state.server import RedisServer
+from tests.apparatus.processes import is_running
 
 RANK_WITHOUT_OTHERS = """
 import os, subprocess, sys
@@ -35,7 +36,7 @@ def test_a_rank_does_not_outlive_what_started_it(redis_server: RedisServer, tmp_
         until(lambda: listens(port))
         parent.kill()
     try:
-        until(lambda: not Path(f"/proc/{rank}").exists())
+        until(lambda: not is_running(rank))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)

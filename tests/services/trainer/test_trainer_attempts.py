@@ -31,12 +31,14 @@ from services.trainer.attempt_process import AttemptProcesses, NotStarted, Start
 from services.trainer.building import make_learner
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
+from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Forked, WarmPython
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import DESCRIPTION, LEASE_S, Loop, a_loop, fingerprint, loop_spec, plain_loop
-from tests.services.trainer.test_trainer_ranks import is_alive, served
+from tests.services.trainer.test_trainer_ranks import served
 
-DEADLINE_S = 200.0
+DEADLINE_S = HANG_S
 # More than are taken before a test that acts after the first one has acted.
 STEPS = 8
 ATTEMPT = "-m", "services.trainer.attempt_main"
@@ -51,7 +53,7 @@ def children() -> list[int]:
     found = []
     for pid in process_tree(os.getpid()):
         with contextlib.suppress(OSError):
-            if b"attempt_main" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_alive(pid):
+            if b"attempt_main" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid):
                 found.append(pid)
     return found
 
@@ -67,7 +69,7 @@ def warm(warm_python: WarmPython) -> Iterator[Start]:
 
     yield start
     assert started
-    assert not [one.pid for one in started if is_alive(one.pid)], "attempts were left"
+    assert not [one.pid for one in started if is_running(one.pid)], "attempts were left"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -198,7 +200,7 @@ async def test_an_attempt_that_is_killed_is_counted_with_its_cause_and_the_next_
     pids: list[int] = []
 
     def start(stdin: int, stdout: int, stderr: int) -> Started:
-        assert not [pid for pid in pids if is_alive(pid)], "two attempts at once"
+        assert not [pid for pid in pids if is_running(pid)], "two attempts at once"
         started = warm(stdin, stdout, stderr)
         pids.append(started.pid)
         return started
@@ -247,7 +249,7 @@ async def test_a_lost_claim_ends_the_attempt_and_the_trainer_goes_on(loop: Loop,
         assert token is not None
         await loop.store.jobs.release(loop.job, token.decode())
         await until(lambda: attempts.pid != lost)
-        assert not is_alive(lost)
+        assert not is_running(lost)
         job = await at_its_end(loop, loop.job)
     assert [one.code for one in job.attempts] == ["handed_over", "steps_done"]
 
@@ -283,7 +285,7 @@ async def test_a_trainer_that_is_killed_takes_its_attempt_with_it(environment: N
     finally:
         killed.kill()
         await killed.wait()
-    await until(lambda: not is_alive(child))
+    await until(lambda: not is_running(child))
 
 
 async def test_a_process_that_cannot_begin_says_why(capfd: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +320,7 @@ async def test_a_process_that_is_killed_while_it_stands_by_is_started_again(
 
 def test_the_trainer_itself_imports_no_torch() -> None:
     program = "import services.trainer.__main__, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
 
 
 # Several ranks

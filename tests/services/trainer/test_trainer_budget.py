@@ -21,6 +21,7 @@ from services.trainer.groups.admission import BYTES_PER_TOKEN
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun
 from services.trainer.run_context import Services
+from tests.patience import HANG_S
 
 CONTEXT_TOKENS = 100
 EVIDENCE_BYTES = 300
@@ -92,7 +93,7 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         with pytest.raises(OutOfMemory):
             await bus.dispatch(job, token, 8, size=1, split=Split.TRAIN, task_index=0)
         admitting = asyncio.create_task(run._admission.admit())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not [event for event in await store.events.read(job) if event.type == "alert"]:
                 assert not admitting.done(), admitting.result()
                 await asyncio.sleep(0.01)

@@ -24,6 +24,7 @@ from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.event_file import EventFile
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
 from tests.services.trainer.test_trainer_loop import serve
 from tests.services.trainer.test_trainer_reports import records
@@ -71,7 +72,7 @@ async def test_a_full_disk_is_waited_for(
     spec = loop_spec(write_model(tmp_path / "model"), steps=3, checkpoints={"keep_versions": 1})
     async with a_loop(redis_client, small_disk / "jobs", spec, monkeypatch) as loop:
         serving = asyncio.create_task(serve(loop))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while (await loop.store.jobs.get(loop.job)).step < 1:
                 await asyncio.sleep(0.01)
             ballast = fill(small_disk, leave_bytes=leave_bytes)
@@ -133,7 +134,7 @@ async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
     job = (await store.jobs.create("{}")).id
     ballast = fill(small_disk)
     claiming = asyncio.create_task(store.jobs.claim("trainer"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while (await store.jobs.get(job)).status != "starting":
             assert not claiming.done(), claiming.result()
             await asyncio.sleep(0.01)

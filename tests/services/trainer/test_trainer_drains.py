@@ -17,6 +17,7 @@ from services.state.drains import Drains
 from services.trainer.past import recovery
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import (
     Hook,
     Loop,
@@ -28,7 +29,7 @@ from tests.services.trainer.loop_kit import (
     saved,
 )
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 STEPS = 4
 
 

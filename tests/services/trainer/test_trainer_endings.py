@@ -20,6 +20,7 @@ from services.trainer import run
 from services.trainer.run import JobRun
 from services.trainer.run_phase import Phase, RunPhase
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import (
     Hook,
     Loop,
@@ -32,7 +33,7 @@ from tests.services.trainer.loop_kit import (
 )
 from tests.services.trainer.trainer_kit import stop
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 STEPS = 4
 
 # The others take as long and differ in nothing that is shown elsewhere.

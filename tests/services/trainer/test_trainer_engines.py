@@ -364,6 +364,7 @@ async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim
     await until(lambda: "Failed to get weights iterator" in refused.reason)
     await until(lambda: engine.paused is None and [one.label for one in job.engines.ready()] == [old.label])
     assert (engine.label, engine.weights) == (old.label, str(job.weights.path(0)))
+    assert job.engines.lag() == "http://e holds version 0; the newest is 1"
 
 
 async def test_no_engine_is_paused_for_a_damaged_version(place: Place, claim: Claim) -> None:

@@ -12,9 +12,10 @@ from services.state.store import Claim, Store
 from services.trainer.telling.environments import DescribedEnvironments
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
+from tests.patience import HANG_S
 
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 PATIENCE_S = 30.0
 
 

@@ -15,6 +15,7 @@ from services.state.queue import Append, Bus, EpisodeLease
 from services.state.store import Claim, Store
 from services.trainer.groups.evaluation import Evaluator, held_out_metrics
 from services.trainer.groups.intake import Intake
+from tests.patience import HANG_S
 from tests.services.trainer.trainer_kit import episode, group, stop
 
 SPEC = JobSpec.model_validate(
@@ -40,7 +41,7 @@ async def test_a_round_with_episodes_of_another_release_ends_and_says_so(bus: Bu
     playing = asyncio.create_task(Evaluator(claim, spec, bus, store, intake, [4], report).play(5, version=3))
     token, leases = await bus.join("w"), list[EpisodeLease]()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while len(leases) < 4:
                 leases += await bus.lease(job, "w", token, 4)
             foreign = min(lease.key.group for lease in leases)
@@ -78,7 +79,7 @@ async def test_a_round_is_a_series_of_its_own_and_names_the_versions_that_played
     reading = asyncio.create_task(intake.run())
     playing = asyncio.create_task(Evaluator(claim, SPEC, bus, store, intake, [4], report).play(5, version=3))
     token, leases = await bus.join("w"), list[EpisodeLease]()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while len(leases) < 2:
             leases += await bus.lease(job, "w", token, 2)
         assert {lease.split for lease in leases} == {Split.EVAL}

@@ -20,8 +20,9 @@ from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Lo
 from services.trainer.ranks.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
 from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankProblem, agree_on_round, is_of_the_lines
 from tests.core.learner_support import make_sequences
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 class SpokenTo:

@@ -25,12 +25,13 @@ from services.trainer.groups import late_rewards
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import Hook, Loop, a_loop, after_each_step, loop_spec, prompt_of
 from tests.services.trainer.test_trainer_late_rewards import HOUR, Hours, LateJob
 from tests.services.trainer.test_trainer_standstill import register
 from tests.services.trainer.trainer_kit import InProcess, make_spec, stop
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 AFTER_S = 0.3
 
 

@@ -38,10 +38,12 @@ from services.process.children import die_with_parent
 from services.process.ports import free_port
 from services.state.server import RedisServer
 from services.trainer.building import make_learner
+from tests.apparatus.processes import is_running
 from tests.apparatus.scripted_engine import ScriptedEngine
 from tests.apparatus.scripted_engine.protocol import answer
 from tests.apparatus.warm_python import WarmPython
 from tests.core.learner_support import largest_difference, weights, write_model
+from tests.patience import HANG_S
 from tests.services.trainer import ranked_process
 from tests.services.trainer.loop_kit import Loop, a_loop, plain_loop
 from tests.services.trainer.ranked_process import spec_of
@@ -241,10 +243,10 @@ def torchrun_trainer(
             one.terminate()
         for one in running:
             try:
-                one.wait(60)
+                one.wait(HANG_S)
             finally:
                 one.kill()
-        left = [pid for pid in ranks.values() if is_alive(pid)]
+        left = [pid for pid in ranks.values() if is_running(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert not left, "asked to leave, all ranks do"
@@ -260,13 +262,6 @@ def ranks_of(running: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
                 rank = next(one for one in variables if one.startswith(b"RANK="))
                 found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

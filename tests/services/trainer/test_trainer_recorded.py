@@ -25,6 +25,7 @@ from services.files.job_dir import JobDir
 from services.files.origin import bring
 from services.files.recording import Rewards, bring_recording, recorded_steps
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import (
     Fate,
     Loop,
@@ -139,7 +140,7 @@ async def test_it_can_be_paused_and_cancelled_at_a_step(
             return make_learner(job.spec)
 
         serving = asyncio.create_task(serve(job, make, ends="cancelled"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while (await loop.store.jobs.get(job.job)).status != "paused":
                 await asyncio.sleep(0.02)
         assert (await loop.store.jobs.get(job.job)).step == 0

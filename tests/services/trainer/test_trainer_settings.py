@@ -18,9 +18,10 @@ from services.files.job_dir import JobDir
 from services.trainer.building import make_learner
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import Fate, Killed, Life, Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 CHANGED_AFTER, KILLED_AFTER = 3, 4
 CHANGES = live_values({"optimizer": {"lr": 1e-2}, "objective": {"clip_low": 0.1, "clip_high": 0.1}, "steps": 6})
 

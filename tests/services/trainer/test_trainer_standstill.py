@@ -20,10 +20,11 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.run import JobRun
 from services.trainer.telling import hindrances, ill_environments
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import URL, Hook, Loop, a_loop, after_each_step, loop_spec
 from tests.services.trainer.trainer_kit import stop
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 @pytest.fixture(scope="module")

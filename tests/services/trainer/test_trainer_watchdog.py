@@ -16,9 +16,10 @@ from services.trainer import run
 from services.trainer.telling.failure import AttemptFailed
 from services.trainer.telling.watchdog import Watchdog
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import Loop, a_loop, loop_spec
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 BOUNDS = WatchdogSpec(alarm_s=10, end_s=30)
 
 

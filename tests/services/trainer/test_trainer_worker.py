@@ -28,9 +28,10 @@ from services.trainer.run_phase import RunPhase
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.core.test_model_files import write_files
+from tests.patience import HANG_S
 from tests.services.trainer.trainer_kit import InProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 MakeRun = Callable[[Claim, JobSpec], JobRun]
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
 

@@ -27,6 +27,7 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.apparatus.warm_python import WarmPython
+from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
     EngineProcess,
@@ -94,7 +95,7 @@ class Place:
         return task
 
     async def until_sampling(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while (await self.client.loads())["loads"][0]["num_used_tokens"] < len(PROMPT) + 20:
                 await asyncio.sleep(0.005)
 

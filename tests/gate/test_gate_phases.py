@@ -1,0 +1,37 @@
+"""A phase ends with its command, or at its limit; nothing of it lives on, and nobody waits for its pipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.apparatus.processes import is_running
+from tests.gate.__main__ import TESTS, is_excused
+from tests.gate.confirm import Verdict
+from tests.gate.ends import Ends, Failure
+from tests.gate.phases import TOO_LONG, Done, Phase, run
+from tests.services.rollout.rollout_kit import until
+
+LEAVES_A_CHILD = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "limit_s", "status"), [("child.wait()", 1.0, TOO_LONG), ("", 600.0, 0)], ids=["at its limit", "by itself"]
+)
+async def test_what_a_phase_has_started_ends_with_it(tmp_path: Path, more: str, limit_s: float, status: int) -> None:
+    done = run(Phase("one", [sys.executable, "-c", LEAVES_A_CHILD + more], limit_s), tmp_path)
+    assert done.status == status
+    (pid,) = done.words(1)
+    await until(lambda: not is_running(pid))
+
+
+def test_no_flake_excuses_tests_that_ran_past_their_limit(tmp_path: Path) -> None:
+    flake = Verdict(Failure("tests/a.py::test_a", "once", (), True, False), is_red=False, why="it passed")
+    assert is_excused(Done(TESTS, 2, 1.0, tmp_path), Ends([], is_whole=True), [flake])
+    assert not is_excused(Done(TESTS, TOO_LONG, 1.0, tmp_path), Ends([], is_whole=True), [flake])
