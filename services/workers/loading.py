@@ -23,6 +23,7 @@ from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.hosts.pool import Boot
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
+from services.process.telemetry import get_logger
 
 
 class JobNotServable(Exception):
@@ -46,7 +47,7 @@ class LoadedJob:
 
     async def close(self) -> None:
         """Ends the hosts."""
-        await asyncio.gather(*(environment.close() for environment in self.environments))
+        await _close(self.environments)
 
 
 async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> LoadedJob:
@@ -58,14 +59,20 @@ async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> 
             environments.append(await _host(entry, count, boot))
             spec.episode_limits(number, environments[-1].limits)
     except BaseException as error:
-        for environment in environments:
-            await environment.close()
+        await _close(environments)
         if isinstance(error, InvalidEnvironment):
             raise JobNotServable(str(error)) from error
         if isinstance(error, ValidationError):
             raise JobNotServable(f"the environment's author sets invalid limits: {error}") from error
         raise
     return LoadedJob(spec, environments, codec, context_tokens, vocab_size)
+
+
+async def _close(environments: Collection[HostedEnvironment]) -> None:
+    """All, whatever one of them raises: it must neither keep the others open nor take a cancellation's place."""
+    for outcome in await asyncio.gather(*(one.close() for one in environments), return_exceptions=True):
+        if isinstance(outcome, Exception):
+            get_logger().error("an environment was not closed", exc_info=outcome)
 
 
 async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot) -> HostedEnvironment:

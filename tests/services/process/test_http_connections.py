@@ -78,6 +78,16 @@ async def _end(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
     await serving
 
 
+def test_an_answer_does_not_wait_for_acknowledgements() -> None:
+    """Head and body are two writes: without TCP_NODELAY the second may take the 40 ms of a delayed acknowledgement."""
+    with (
+        http_server._listen("127.0.0.1", 0, "") as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def _listens(port: int) -> None:
     async with asyncio.timeout(WAIT_S):
         while True:

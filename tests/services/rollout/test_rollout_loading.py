@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,32 @@ async def test_what_an_operator_withholds_from_hosts_makes_a_job_unservable(mode
 def test_a_job_that_says_nothing_of_walls_is_stored_as_older_releases_read_it(model: Path, world: Path) -> None:
     stored = read_spec(spec(model, f"{world}:World")).model_dump(mode="json")
     assert stored["environments"][0]["host"].keys().isdisjoint(OF_WALLS)
+
+
+async def test_an_environment_that_does_not_close_keeps_none_of_the_others_open() -> None:
+    """Nor does its error stand in for a cancellation: whoever is told to end would go on."""
+    closing, closed, may_end = asyncio.Event(), list[str](), asyncio.Event()
+
+    class Broken:
+        async def close(self) -> None:
+            raise LookupError("a defect")
+
+    class Slow:
+        async def close(self) -> None:
+            closing.set()
+            await may_end.wait()
+            closed.append("slow")
+
+    loaded = LoadedJob(None, [Broken(), Slow()], None, 1, 1)  # type: ignore[arg-type, list-item]
+    ending = asyncio.create_task(loaded.close())
+    await closing.wait()
+    may_end.set()
+    await ending
+    assert closed == ["slow"]
+    may_end.clear()
+    closing.clear()
+    ending = asyncio.create_task(loaded.close())
+    await closing.wait()
+    ending.cancel()
+    await asyncio.wait({ending})
+    assert ending.cancelled()

@@ -402,9 +402,8 @@ class RunInTrouble(JobRun):
 
 @pytest.mark.parametrize("reason", REAL)
 async def test_a_trainer_lets_go_of_its_job_and_takes_it_again(
-    trouble: Trouble, client: RedisClient, reason: AwayReason, monkeypatch: pytest.MonkeyPatch
+    trouble: Trouble, client: RedisClient, reason: AwayReason
 ) -> None:
-    monkeypatch.setattr("services.process.first_to_end.CLEANING_UP_S", 0.02)
     store, claims, has_begun, stop = Store(client), list[Claim](), asyncio.Event(), asyncio.Event()
     await store.load_functions()
     job = await store.jobs.create(JobSpec.model_validate(SPEC))
