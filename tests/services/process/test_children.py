@@ -13,6 +13,7 @@ PROGRAM = """
 import asyncio, ctypes, subprocess, sys
 from pathlib import Path
 from services.process.children import bury_orphans
+from tests.patience import HANG_S
 
 async def main():
     ctypes.CDLL(None).prctl(36, 1)  # orphans fall to us, as to the first process of a container
