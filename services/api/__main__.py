@@ -8,16 +8,11 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.types import Message
-
 from gspo_core.outbound import parse_networks
 from services.api.app import create_app
 from services.api.http.access import Access, AccessRefused, is_loopback, require_safe_bind
 from services.api.http.audit import Audit
 from services.api.http.context import Backend
-from services.api.http.document import V1
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import DataDir
 from services.hosts.registry import EnvironmentRegistry
@@ -82,7 +77,6 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             stopping=stop,
             lease_s=settings.lease_s,
         )
-        await _build_routes(app)
         address = settings.api_host, settings.api_port
         serving = serve_http(app, *address, stop, grace_s=grace_s, settings="GSPO_API_HOST, GSPO_API_PORT")
         await first_to_end(serving, installation.run())
@@ -99,20 +93,6 @@ async def _meet(redis: RedisClient, store: Store, check: Callable[[], Awaitable[
             contact.reschedule(asyncio.get_running_loop().time() + FIRST_CONTACT_S)
             await warn_if_weaker(redis)
             await store.rebuild()
-
-
-async def _build_routes(app: FastAPI) -> None:
-    """The framework builds routes at the first request, which would make that request and its neighbours wait."""
-
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(_: Message) -> None:
-        pass
-
-    nothing = {"type": "http", "method": "GET", "path": f"{V1}/", "headers": [], "query_string": b"", "app": app}
-    with contextlib.suppress(HTTPException):
-        await app.router(nothing, receive, send)
 
 
 def main() -> int:

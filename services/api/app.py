@@ -11,15 +11,15 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 
 from gspo_core import __version__
 from services.api.http import errors
-from services.api.http.access import Access, AccessMiddleware, own_job
+from services.api.http.access import Access, AccessMiddleware
 from services.api.http.audit import Audit
 from services.api.http.brakes import Brakes
 from services.api.http.context import ApiContext, Backend, OpenBackend
-from services.api.http.document import V1, Application
+from services.api.http.document import Application
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit, SharedRateLimit
 from services.api.http.presence import Presence
@@ -116,7 +116,7 @@ def create_app(
     )
     app.add_middleware(RequestMiddleware, traffic=seen, audit=audit)
     errors.install(app)
-    _include_routes(app)
+    _add_routes(app)
     return app
 
 
@@ -132,17 +132,13 @@ async def _at_work(context: ApiContext, presence: Presence) -> AsyncIterator[Non
         await presence.close()
 
 
-def _include_routes(app: FastAPI) -> None:
-    app.include_router(health.router, responses=errors.documented(503))
-    app.include_router(telemetry.router, responses=errors.documented(503))
-    app.include_router(pages.router)
-    # Each on its own, not below one router for all: every request walks through every level.
+def _add_routes(app: FastAPI) -> None:
     for module in (
-        *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
-        *(capabilities, keys_of_others, fine_tuning, settings, leases, forks, replays, traffic, erasing),
+        *(health, telemetry, pages, jobs, events, metrics, artifacts, checkpoints, episodes, trajectories),
+        *(environments, workers, engines, capabilities, keys_of_others, fine_tuning, settings, leases, forks),
+        *(replays, traffic, erasing),
     ):
-        refusals = errors.documented(400, 401, 403, 404, 422, 429, 503)
-        app.include_router(module.router, prefix=V1, dependencies=[Depends(own_job)], responses=refusals)
+        app.router.routes.extend(module.router.routes)
 
 
 def _context(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
 from services.api.http.listing import after_id
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.checkpoint_views import CheckpointView, described_of, places_of
 from services.api.views.store_views import Page, View, page
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 
-router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"], route_class=StrictRoute)
+router = v1_router("artifacts", "/jobs/{id}")
 
 
 class ArtifactQuery(BaseModel):

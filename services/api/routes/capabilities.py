@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter
-
 from gspo_core import __version__
 from gspo_core.objective_config import NAMES
 from services.api.http.context import ContextOf
 from services.api.http.presence import ROLES
-from services.api.http.requests import MAX_BODY_BYTES, StrictRoute
+from services.api.http.requests import MAX_BODY_BYTES
+from services.api.http.routers import v1_router
 from services.api.submission.environment_sources import SOURCES
 from services.api.views.store_views import View
 
-router = APIRouter(prefix="/capabilities", tags=["operations"], route_class=StrictRoute)
+router = v1_router("operations", "/capabilities")
 
 
 class CapabilitiesView(View):

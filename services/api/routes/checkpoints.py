@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
 from gspo_core.staleness import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
 
-router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"], route_class=StrictRoute)
+router = v1_router("artifacts", "/checkpoints/{job}/{epoch}/{step}")
 
 Number = Annotated[int, Path(ge=0, le=2**53)]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter
-
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.store_views import View
 from services.state.fleet_records import EngineRecord
 
-router = APIRouter(prefix="/engines", tags=["workers"], route_class=StrictRoute)
+router = v1_router("workers", "/engines")
 
 
 class EngineDrainView(View):

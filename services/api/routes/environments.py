@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from gspo_core.documented import FreeForm
@@ -22,7 +22,8 @@ from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.etags import IfMatch, IfNoneMatch, require_match, tagged
 from services.api.http.listing import after_id
-from services.api.http.requests import StrictRoute, read_bounded
+from services.api.http.requests import read_bounded
+from services.api.http.routers import v1_router
 from services.api.submission.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.views.store_views import Page, View, page
 from services.hosts.named_urls import AddressNamed
@@ -36,7 +37,7 @@ from services.hosts.registry import (
 )
 from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
-router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
+router = v1_router("environments", "/environments")
 
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME.pattern}$")]
 # An examination ends by itself sooner.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import Header, Path, Query
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
@@ -21,7 +21,7 @@ from gspo_core.types import NOTHING, EpisodeKey, Segment
 from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.stored_specs import readable_spec
 from services.api.http.streams import BoundedStream
 from services.api.views.episode_views import (
@@ -39,7 +39,7 @@ from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBa
 from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
 
-router = APIRouter(tags=["episodes"], route_class=StrictRoute)
+router = v1_router("episodes")
 
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 

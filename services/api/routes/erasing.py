@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.types import MAX_USER_CHARS, EpisodeKey
 from services.api.http import audit
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.routes.episodes import GroupNumber, MemberNumber
 from services.api.views.history import EpisodeNotKept
 from services.api.views.store_views import View
@@ -29,7 +29,7 @@ from services.state.jobs import JobRecord
 SEGMENTS_AT_ONCE = 64
 SEALED = "its group is being written into a batch log; ask after the job's next checkpoint"
 
-router = APIRouter(tags=["episodes"], route_class=StrictRoute)
+router = v1_router("episodes")
 
 
 class EraseEpisodesQuery(BaseModel):

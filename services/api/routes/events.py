@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from services.api.http import sse
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
 from services.api.views.store_views import EventView, Page, event_view, page
 from services.state.store import JobEvent, Store
 
-router = APIRouter(prefix="/jobs/{id}/events", tags=["events"], route_class=StrictRoute)
+router = v1_router("events", "/jobs/{id}/events")
 
 CHUNK = 1000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gspo_core.problems import problems
@@ -15,7 +15,7 @@ from services.api.http.access import Caller
 from services.api.http.context import ContextOf
 from services.api.http.errors import documented
 from services.api.http.listing import after_id
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.routes.events import check_position
 from services.api.routes.jobs import IdempotencyKey, wish
 from services.api.submission import submit
@@ -32,7 +32,7 @@ from services.api.views.checkpoint_views import described_of, places_of
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import DesiredState, JobRecord
 
-router = APIRouter(tags=["OpenAI client"], route_class=StrictRoute)
+router = v1_router("OpenAI client")
 
 JOBS = "/fine_tuning/jobs"
 

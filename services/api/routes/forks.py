@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from gspo_core.spec import JobSpec, ParentSpec, RecordedSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.routes.jobs import MOST_STEPS, IdempotencyKey, submitted
 from services.api.submission import submit as submitting
 from services.api.views.store_views import JobView, View
@@ -20,7 +20,7 @@ from services.state.jobs import JobRecord, new_job_id
 
 # More do not fit into a request.
 MAX_REWARDS = 1 << 17
-router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
+router = v1_router("jobs", "/jobs")
 
 
 Rewarded = Annotated[dict[str, FiniteFloat], Field(min_length=1, max_length=1024)]

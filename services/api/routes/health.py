@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
 from services.api.http.presence import Member
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import open_router
 from services.api.http.stored_specs import is_of_agents
 from services.api.views.store_views import ReadyView
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 
-router = APIRouter(tags=["operations"], route_class=StrictRoute)
+router = open_router("operations")
 
 # Probes come every few seconds and want an answer now, not after the client's retries.
 PROBE_TIMEOUT_S = 2.0

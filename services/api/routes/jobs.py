@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
@@ -16,14 +16,14 @@ from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.stored_specs import readable_spec, spec_of
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlannedJobView, PlanView, job_view, page
 from services.state.jobs import CancelManner, DesiredState, JobRecord, JobStatus, new_job_id
 
-router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
+router = v1_router("jobs", "/jobs")
 
 # Readers of JSON, and functions in Redis, know greater numbers no longer exactly.
 MOST_STEPS = 2**53

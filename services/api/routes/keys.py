@@ -6,7 +6,7 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from services.api.http import audit
@@ -15,10 +15,10 @@ from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.key_ring import SCOPES, KeyRecord, KeyRing
 from services.api.http.listing import after_id
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.store_views import Page, View, page
 
-router = APIRouter(prefix="/keys", tags=["keys"], route_class=StrictRoute)
+router = v1_router("keys", "/keys")
 
 DAY_S = 86_400.0
 

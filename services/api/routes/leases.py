@@ -15,19 +15,19 @@ from typing import Annotated, Literal
 from uuid import uuid4
 
 import msgspec
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.stored_specs import readable_spec
 from services.api.views.store_views import View
 from services.state.loans import Lent, Loan
 from services.state.refusals import Fenced
 
-router = APIRouter(prefix="/jobs", tags=["leases"], route_class=StrictRoute)
+router = v1_router("leases", "/jobs")
 
 LEASE_S = 300.0
 LOOK_S = 0.25

@@ -10,17 +10,17 @@ from itertools import pairwise
 from typing import Annotated, TypeAlias
 
 import msgspec
-from fastapi import APIRouter, Header, Query
+from fastapi import Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from gspo_core.problems import near
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.store_views import MetricsView
 
-router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"], route_class=StrictRoute)
+router = v1_router("metrics", "/jobs/{id}/metrics")
 
 CSV, NDJSON = "text/csv", "application/x-ndjson"
 _TEXT = {"schema": {"type": "string"}}

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Self
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from gspo_core.json_value import JSON
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
 from services.api.http.listing import after_id
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.replay_views import ReplayDetail, ReplayPlan, ReplayView, Status, replay_detail, replay_view
 from services.api.views.replays import now
 from services.api.views.store_views import Page, page
 from services.files.job_dir import JobDir
 from services.files.replays import AskedReplay, Replays, replay_id
 
-router = APIRouter(prefix="/jobs/{id}/replays", tags=["replays"], route_class=StrictRoute)
+router = v1_router("replays", "/jobs/{id}/replays")
 
 RETRY_AFTER_S = 30
 Name = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Response
+from fastapi import Body, Response
 from pydantic import JsonValue
 
 from gspo_core.problems import Problem
@@ -13,12 +13,12 @@ from services.api.http import audit
 from services.api.http.context import ContextOf
 from services.api.http.errors import documented, invalid
 from services.api.http.etags import IfMatch, require_match, tagged
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.stored_specs import spec_of
 from services.api.views.store_views import JobView, job_view
 from services.state.refusals import Conflict
 
-router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
+router = v1_router("jobs", "/jobs")
 
 Changes = Annotated[
     dict[str, JsonValue],

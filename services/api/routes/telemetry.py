@@ -11,7 +11,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -19,14 +18,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import open_router
 from services.api.http.stored_specs import is_of_agents
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
-router = APIRouter(tags=["operations"], route_class=StrictRoute)
+router = open_router("operations")
 
 # Scrapes come every few seconds: finished jobs are counted, without asking for details.
 MAX_JOBS = 10_000

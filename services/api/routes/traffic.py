@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -24,13 +24,13 @@ from gspo_core.types import Segment
 from services.api.http import audit
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import JobRecord
 from services.state.talks import Entry, TalkKey, Talks
 
-router = APIRouter(prefix="/jobs/{id}", tags=["traffic"], route_class=StrictRoute)
+router = v1_router("traffic", "/jobs/{id}")
 
 DAY_S = 86_400.0
 NDJSON = "application/x-ndjson"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.codec import decode, encode
@@ -21,7 +21,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.http.stored_specs import spec_of
 from services.api.submission.trajectories import (
     MAX_ITEMS,
@@ -36,7 +36,7 @@ from services.api.views.store_views import View
 from services.state.jobs import JobRecord
 from services.state.queue import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
 
-router = APIRouter(prefix="/jobs/{id}", tags=["trajectories"], route_class=StrictRoute)
+router = v1_router("trajectories", "/jobs/{id}")
 
 MAX_TASKS = 2**31
 

@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.listing import after_id
 from services.api.http.presence import Member, Role
-from services.api.http.requests import StrictRoute
+from services.api.http.routers import v1_router
 from services.api.views.store_views import Page, View, page
 
-router = APIRouter(prefix="/workers", tags=["workers"], route_class=StrictRoute)
+router = v1_router("workers", "/workers")
 
 
 class WorkerView(View):
