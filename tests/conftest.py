@@ -17,6 +17,8 @@ would inherit it: the path is put back.
 What a file leaves open is found at its end, and told as an error of its last test: the collector would meet it in the
 middle of a later test that has nothing to do with it.
 
+What a test leaves running ends with it, whatever it does with a cancellation.
+
 What is imported and collected stays for the whole session. The collector leaves it alone from then on: it is more than
 half a million objects, and each full collection would walk over all of them.
 """
@@ -37,7 +39,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import quarantine
-from tests.apparatus import leaks, redis_servers
+from tests.apparatus import last_tasks, leaks, redis_servers
 from tests.apparatus.warm_python import WarmPython
 from tests.heaviest import HEAVIEST
 
@@ -69,6 +71,7 @@ def parse_undisturbed(*args: Any, **kwargs: Any) -> Any:
 
 
 ast.parse = parse_undisturbed
+last_tasks.end_them_for_certain()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -85,6 +88,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if LEAKS == "each" or nextitem is None or nextitem.path != item.path:
         leaks.refuse(item.nodeid if LEAKS == "each" else item.path.name)
+        gc.freeze()  # what is left now is kept by somebody: the next file's look need not walk over it
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,6 +21,7 @@ from services.engines.sglang import EngineClient
 from services.engines.transport import EngineTransport
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
+from services.process.cancelling import cancel_all
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet import joint_sending, weight_transport
@@ -117,7 +118,7 @@ async def watched(fleet: Fleet) -> AsyncIterator[dict[str, set[str]]]:
     try:
         yield seen
     finally:
-        watching.cancel()
+        await cancel_all([watching])
 
 
 @pytest.fixture(scope="module")
