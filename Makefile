@@ -12,9 +12,9 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images set it. The tests start hundreds of processes, and each would compile all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three files at a time on two cores, since tests wait for processes of their own; a fourth worker would cost half a
-# minute of imports. The heaviest files come first (tests/heaviest.py).
-TEST_FLAGS ?= -n 5 --dist loadfile --no-loadscope-reorder
+# Four files at a time on two cores, since tests wait for processes of their own; a fifth only wears out their caches.
+# The heaviest files come first (tests/heaviest.py).
+TEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 # What is minutes long, needs other people's packages or a browser, or stands in tests/quarantine.md has a target of its own.
 NORMAL := not slow and not third_party and not browser and not quarantined

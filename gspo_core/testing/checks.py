@@ -40,6 +40,8 @@ Oracle = Callable[..., Sequence[Action]]
 # A leak shows in the first episodes or not at all; each of them costs an author's time.
 NUM_TASKS, NUM_TURNS, NUM_TOGETHER = 3, 5, 4
 _COMPARED_TASKS = 500
+_ENDING_S = 5.0
+"""The thread of a session ends after its last call, on a busy machine later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
     except EnvironmentFailed as failure:
         yield _failed(failure)
         return
-    yield _close(played, num_threads)
+    yield await _close(played, num_threads)
     yield _latency(played)
     yield await _prompt(subject)
 
@@ -318,15 +320,24 @@ async def _snapshot(subject: Subject, one: _Played) -> Check:
     return Check("resume", PASS, f"a snapshot of {len(state)} bytes restores an episode")
 
 
-def _close(played: Sequence[_Played], num_threads: int) -> Check:
+async def _close(played: Sequence[_Played], num_threads: int) -> Check:
     failure = next((one.transcript.close_failure for one in played if one.transcript.close_failure), None)
     if failure is not None:
         return Check("close", FAIL, f"close() fails: {failure}")
-    # A session's own thread may still be ending.
-    left = threading.active_count() - num_threads
+    left = await _threads_left(num_threads)
     if left > NUM_TOGETHER:
-        return Check("close", WARN, f"{left} threads are still there after every episode was closed")
+        return Check("close", WARN, f"{left} threads are still there {_ENDING_S:g} s after every episode was closed")
     return Check("close", PASS, "every episode was closed")
+
+
+async def _threads_left(num_before: int) -> int:
+    """More than there were before any episode; those that are only ending are waited for."""
+    patience = asyncio.get_running_loop().time() + _ENDING_S
+    while (left := threading.active_count() - num_before) > NUM_TOGETHER:
+        if asyncio.get_running_loop().time() > patience:
+            break
+        await asyncio.sleep(0.01)
+    return left
 
 
 def _latency(played: Sequence[_Played]) -> Check:

@@ -1,7 +1,7 @@
 """Tasks that a test leaves to the end of its event loop end there, also those that swallow a cancellation.
 
 asyncio cancels them once and then waits for ever, and before Python 3.12 the Redis client may swallow that once
-(`services.process.cancelling`). A test that hangs for it would be ended a quarter of an hour later, with no word of why.
+(`services.process.cancelling`). A test that hangs for it is ended a quarter of an hour later, with no word of why.
 """
 
 from __future__ import annotations

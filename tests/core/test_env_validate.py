@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -526,6 +527,40 @@ def test_what_is_only_unusual_is_a_warning() -> None:
     assert set(warned) == {"tools", "tasks", "reset", "reward", "resume"}
     assert "none held out" in warned["tasks"]
     assert "no reward_range" in warned["reward"]
+
+
+def test_a_thread_that_is_only_ending_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine those of the sessions outlive the last call by a moment."""
+    asked, real = 0, threading.active_count
+
+    def count() -> int:
+        nonlocal asked
+        asked += 1
+        return real() + (100 if 1 < asked < 4 else 0)
+
+    monkeypatch.setattr("gspo_core.testing.checks.threading.active_count", count)
+    report = check_environment(Plain)
+    assert {check.id: check.status for check in report.checks}["close"] is Status.PASS
+    assert asked >= 4
+
+
+class Starting(Plain):
+    may_end = threading.Event()
+
+    def reset(self, **_: Any) -> None:
+        super().reset()
+        for _ in range(3):
+            threading.Thread(target=self.may_end.wait, daemon=True).start()
+
+
+def test_threads_that_stay_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo_core.testing.checks._ENDING_S", 0.05)
+    try:
+        report = check_environment(Starting)
+    finally:
+        Starting.may_end.set()
+    (told,) = [check.message for check in report.checks if check.id == "close"]
+    assert re.fullmatch(r"\d+ threads are still there 0.05 s after every episode was closed", told)
 
 
 def test_other_forms_than_a_class_are_checked_too() -> None:
