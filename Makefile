@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := .make/setup.stamp
+BYTECODE := .make/bytecode.stamp
 # Where a CPU build of torch comes from, on hosts without a GPU: the address of a package index or a folder of wheels.
 TORCH_WHEELS ?=
 
@@ -39,11 +40,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing (torch is large: this takes a few minutes the first time)"
 	@wheels="$(TORCH_WHEELS)"; \
 	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
-	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,bucket,train,lora,local,python-tool,openenv,otel,sign,parquet,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check $$from -c constraints.txt -e '.[service,bucket,train,lora,local,python-tool,openenv,otel,sign,parquet,dev]'
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order
-	@$(MAKE) --no-print-directory -j 2 types rules
+	@$(MAKE) --no-print-directory -j 2 types rules $(BYTECODE)
+
+# Compiling all that is installed takes half a minute, and a quarter of it is ever imported: that is, once, before four
+# processes of the tests would do it at the same time.
+$(BYTECODE): $(STAMP)
+	@$(BIN)/python -c 'from tests.apparatus.warm_python import import_all; import_all()'
+	@touch $@
 
 types: $(STAMP)
 	$(BIN)/mypy

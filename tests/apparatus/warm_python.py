@@ -334,9 +334,13 @@ def _take(order: dict[str, Any], files: list[int]) -> None:
                 os.close(int(name))
 
 
-def main(address: str, program: str) -> None:
+def import_all() -> None:
     for name in (*MODULES, *MAINS):
         importlib.import_module(name)
+
+
+def main(address: str, program: str) -> None:
+    import_all()
     for name in MAINS:
         del sys.modules[name]
     gc.collect()
