@@ -123,13 +123,19 @@ test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client driv
 # What agents are written with, each in an environment of its own.
 AGENTS := .make/agents
 
-$(AGENTS)/ready: Makefile
-	for packages in openai==3.52.0 anthropic==2.12.0 "openai-agents==0.24.0 openai==3.54.0" \
-	  "langgraph==1.2.22 langchain-openai==1.7.3" "smolagents==1.26.0 openai==3.54.0" \
-	  "verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0"; do \
-	  $(PYTHON) -m venv $(AGENTS)/$${packages%%==*} && \
-	  $(AGENTS)/$${packages%%==*}/bin/pip install --quiet --disable-pip-version-check $$packages || exit 1; \
-	done
+NEEDS_openai := openai==3.52.0
+NEEDS_anthropic := anthropic==2.12.0
+NEEDS_openai-agents := openai-agents==0.24.0 openai==3.54.0
+NEEDS_langgraph := langgraph==1.2.22 langchain-openai==1.7.3
+NEEDS_smolagents := smolagents==1.26.0 openai==3.54.0
+NEEDS_verifiers := verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0
+
+$(AGENTS)/ready: $(patsubst %,$(AGENTS)/%/ready,openai anthropic openai-agents langgraph smolagents verifiers)
+	@touch $@
+
+$(AGENTS)/%/ready: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(NEEDS_$*)
 	@touch $@
 
 PLAY_FLAGS ?=
@@ -262,7 +268,7 @@ $(FAKETIME)/tried: tests/chaos/get_libfaketime.sh
 # Agents play too where the package that they ask with can be installed; without it the run says that they do not.
 $(AGENTS)/tried: Makefile
 	@mkdir -p $(@D)
-	@$(MAKE) --no-print-directory $(AGENTS)/ready >/dev/null 2>&1 || echo "no openai package: no agents will play"
+	@$(MAKE) --no-print-directory $(AGENTS)/openai/ready >/dev/null 2>&1 || echo "no openai package: no agents will play"
 	@touch $@
 
 chaos-ready: $(STAMP) $(FAKETIME)/tried $(AGENTS)/tried
