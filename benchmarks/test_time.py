@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ NUM_SHOWN = 40
 # Files that took less come in any order: what they leave uneven at the end is shorter than this.
 LONG_S = 5.0
 ORDER = Path(__file__).parents[1] / "tests" / "heaviest.py"
-HEAD = '''"""The files of tests that take longest, the longest first, those that wait and those that compute in turn;
-`python -m benchmarks.test_time --order` wrote it.
+HEAD = '''"""The files of tests that take longest, the longest first; `python -m benchmarks.test_time --order` wrote it.
 
 It decides what workers begin with, and nothing else: an order that is out of date costs a minute at the end.
 """
@@ -126,17 +124,12 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def order(result: dict[str, Any]) -> str:
-    """The files that keep a worker longest, as source: in turn one that mostly waits and one that mostly computes,
-    since workers that all wait leave the cores to nobody."""
+    """The files that keep a worker longest, as source. Waiting counts too."""
     took: Counter[str] = Counter()
     for row in result["rows"]:
         took[row["test"].partition("::")[0]] += row["wall_s"]
-    computed = by_file(result)
-    long = [name for name, wall_s in took.most_common() if wall_s >= LONG_S]
-    waiting = [name for name in long if computed[name] < took[name] / 2]
-    computing = [name for name in long if name not in waiting]
-    in_turn = [name for pair in zip_longest(waiting, computing) for name in pair if name is not None]
-    return HEAD + "".join(f'    "{name.removeprefix("tests/")}",\n' for name in in_turn) + ")\n"
+    long = [name.removeprefix("tests/") for name, wall_s in took.most_common() if wall_s >= LONG_S]
+    return HEAD + "".join(f'    "{name}",\n' for name in long) + ")\n"
 
 
 def main(argv: list[str]) -> None:
