@@ -40,9 +40,6 @@ def tree() -> str:
 
 def played(logs: Path) -> tuple[Done, str]:
     """How it ended, and what is to be told of a first try."""
-    ready = run(Phase("chaos ready", ["make", "--no-print-directory", "chaos-ready"], LIMIT_S), logs)
-    if not ready.is_ok:
-        return ready, ""
     first = run(phase(tree()), logs)
     if first.status != LATE:
         return first, ""

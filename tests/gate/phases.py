@@ -59,37 +59,75 @@ def end_with_us() -> None:
 
 def run(phase: Phase, logs: Path, more: Mapping[str, str] | None = None) -> Done:
     """``more``: further environment variables."""
+    return together([phase], logs, more)[0]
+
+
+def together(phases: Sequence[Phase], logs: Path, more: Mapping[str, str] | None = None) -> list[Done]:
+    """Side by side. The words of the first are shown as they come, those of each other one when all are over."""
     logs.mkdir(parents=True, exist_ok=True)
-    log, begun = logs / f"{phase.name.replace(' ', '-')}.log", time.monotonic()
-    with log.open("wb") as kept:
-        process = subprocess.Popen(
+    running: list[_Running] = []
+    try:
+        for phase in phases:
+            running.append(_Running(phase, logs, more or {}, is_shown=not running))
+        done = [one.done() for one in running]
+    finally:
+        for one in running:
+            one.end()
+    for other in done[1:]:
+        sys.stdout.buffer.write(other.log.read_bytes())
+        sys.stdout.buffer.flush()
+    return done
+
+
+class _Running:
+    def __init__(self, phase: Phase, logs: Path, more: Mapping[str, str], *, is_shown: bool) -> None:
+        self._phase, self._log = phase, logs / f"{phase.name.replace(' ', '-')}.log"
+        self._begun = time.monotonic()
+        self._status, self._ended = TOO_LONG, self._begun
+        self._kept = self._log.open("wb")
+        self._process = subprocess.Popen(
             phase.command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(more or {})},
+            env={**os.environ, **more},
             start_new_session=True,
         )
-        assert process.stdout is not None
-        showing = threading.Thread(target=_show, args=(process.stdout, kept), daemon=True)
-        showing.start()
-        try:
-            status = process.wait(phase.limit_s)
-        except subprocess.TimeoutExpired:
-            status = TOO_LONG
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            showing.join(LAST_WORDS_S)
-    return Done(phase, status, time.monotonic() - begun, log)
+        assert self._process.stdout is not None
+        self._showing = threading.Thread(target=_show, args=(self._process.stdout, self._kept, is_shown), daemon=True)
+        self._waiting = threading.Thread(target=self._wait, daemon=True)
+        self._showing.start()
+        self._waiting.start()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._status = self._process.wait(self._phase.limit_s)
+        self._ended = time.monotonic()
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def done(self) -> Done:
+        self._waiting.join()
+        return Done(self._phase, self._status, self._ended - self._begun, self._log)
+
+    def end(self) -> None:
+        if self._waiting.is_alive():
+            self._kill()
+        self._process.wait()
+        self._showing.join(LAST_WORDS_S)
+        self._kept.close()
 
 
-def _show(words: IO[bytes], kept: IO[bytes]) -> None:
+def _show(words: IO[bytes], kept: IO[bytes], is_shown: bool) -> None:
     # The file is closed under a thread that still waits for words of what was left behind.
     with words, contextlib.suppress(ValueError, OSError):
         while chunk := os.read(words.fileno(), 65536):
             kept.write(chunk)
             kept.flush()
+            if not is_shown:
+                continue
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()

@@ -11,7 +11,7 @@ from tests.apparatus.processes import is_running
 from tests.gate.__main__ import TESTS, is_excused
 from tests.gate.confirm import Verdict
 from tests.gate.ends import Ends, Failure
-from tests.gate.phases import TOO_LONG, Done, Phase, run
+from tests.gate.phases import TOO_LONG, Done, Phase, run, together
 from tests.services.rollout.rollout_kit import until
 
 LEAVES_A_CHILD = (
@@ -29,6 +29,37 @@ async def test_what_a_phase_has_started_ends_with_it(tmp_path: Path, more: str, 
     assert done.status == status
     (pid,) = done.words(1)
     await until(lambda: not is_running(pid))
+
+
+MEETS_ANOTHER = """
+import sys, time
+from pathlib import Path
+own, other = map(Path, sys.argv[1:])
+print(own.name, flush=True)
+own.touch()
+while not other.exists():
+    time.sleep(0.01)
+"""
+
+
+def test_phases_run_side_by_side_and_their_words_are_not_mixed(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    places = [str(tmp_path / name) for name in ("first", "second")]
+    pairs = (places, places[::-1])
+    phases = [Phase(Path(own).name, [sys.executable, "-c", MEETS_ANOTHER, own, other], 600.0) for own, other in pairs]
+    done = together(phases, tmp_path / "logs")
+    assert [(one.phase.name, one.status, one.words(9)) for one in done] == [
+        ("first", 0, ["first"]),
+        ("second", 0, ["second"]),
+    ]
+    assert capfdbinary.readouterr().out == b"first\nsecond\n"
+
+
+async def test_a_phase_that_fails_ends_no_other(tmp_path: Path) -> None:
+    failing = Phase("failing", [sys.executable, "-c", "raise SystemExit(7)"], 600.0)
+    other = Phase("other", [sys.executable, "-c", "import time; time.sleep(0.5); print('over')"], 600.0)
+    assert [(one.status, one.words(1)) for one in together([failing, other], tmp_path)] == [(7, []), (0, ["over"])]
 
 
 def test_no_flake_excuses_tests_that_ran_past_their_limit(tmp_path: Path) -> None:
