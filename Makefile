@@ -46,10 +46,11 @@ $(STAMP): pyproject.toml constraints.txt
 check: $(STAMP)  ## lint, types, import order
 	@$(MAKE) --no-print-directory -j 2 types rules $(BYTECODE)
 
-# Compiling all that is installed takes half a minute, and a quarter of it is ever imported: that is, once, before four
-# processes of the tests would do it at the same time.
+# Compiling all that is installed takes half a minute, and a quarter of it is ever imported: that is, and the tests are,
+# once, before four processes of the tests would do it at the same time.
 $(BYTECODE): $(STAMP)
 	@$(BIN)/python -c 'from tests.apparatus.warm_python import import_all; import_all()'
+	-@$(BIN)/pytest --collect-only -q >/dev/null
 	@touch $@
 
 types: $(STAMP)

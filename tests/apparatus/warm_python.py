@@ -14,6 +14,7 @@ What it does not have from the caller: limits, niceness and walls. How real proc
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import itertools
@@ -110,15 +111,20 @@ class Forked:
 
 
 class WarmPython:
-    """The program and the process behind it, as long as it is open."""
+    """The program and the process behind it, as long as anybody has it open.
+
+    Who is given the same folder shares the process, which is begun by the first who asks for the program.
+    """
 
     opened: ClassVar[list[WarmPython]] = []
 
     def __init__(self, folder: Path) -> None:
         self._program = folder / "python"
         self._address = folder / "orders"
-        self._spent = folder / "spent"
+        self._users = folder / "users"
+        self._spent = spent_in(folder, os.environ)
         self._process: subprocess.Popen[bytes] | None = None
+        self._used: int | None = None
         self._beginning = threading.Lock()
         self._numbers = itertools.count()
 
@@ -127,27 +133,45 @@ class WarmPython:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._used is not None:
+            os.close(self._used)
         if self._process is not None:
-            self._process.communicate()
+            self._process.wait()
         self.opened.remove(self)
 
     @property
     def path(self) -> Path:
         """The program. What imports is started when this is asked for, since many a session never does."""
         with self._beginning:
-            if self._process is None:
-                self._process = self._begin()
+            if self._used is None:
+                self._used = self._use()
         return self._program
 
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _use(self) -> int:
+        """What keeps the process alive: it ends when all who write to this pipe are gone, however they ended."""
+        with self._users.with_name("beginning").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._address.exists():
+                return os.open(self._users, os.O_WRONLY | os.O_NONBLOCK)  # refused where it has died
+            os.mkfifo(self._users)
+            reader = os.open(self._users, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                used = os.open(self._users, os.O_WRONLY)
+                self._process = self._begin(reader)
+            finally:
+                os.close(reader)
+            return used
+
+    def _begin(self, users: int) -> subprocess.Popen[bytes]:
         self._program.write_text(PROGRAM.format(python=sys.executable, address=str(self._address), told=TOLD))
         self._program.chmod(0o755)
         # torch decides while it is imported how many threads it has
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         argv = [sys.executable, "-m", __name__, str(self._address), str(self._program)]
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(argv, stdin=users, stdout=subprocess.PIPE, env=environment)
         assert process.stdout is not None
-        assert process.stdout.read(1) == b"!"
+        with process.stdout as ready:
+            assert ready.read(1) == b"!"
         return process
 
     def start(self, words: Sequence[str], stdin: int, stdout: int, stderr: int) -> Forked:
@@ -167,7 +191,7 @@ class WarmPython:
 
     def new_name(self) -> Path:
         """Of a file that is not there yet."""
-        return self._address.with_name(f"told-{next(self._numbers)}")
+        return self._address.with_name(f"told-{os.getpid()}-{next(self._numbers)}")
 
     def spent_s(self) -> float:
         """Processor time of what was forked and has ended: nobody here waits for it until this is closed."""
@@ -206,6 +230,11 @@ class Child(subprocess.Popen[bytes]):
                 os.kill(int(pid), sig)
 
 
+def spent_in(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Where it is noted what a user's processes took."""
+    return folder / f"spent-{environment.get('PYTEST_XDIST_WORKER', 'main')}"
+
+
 def program() -> str:
     """The one of this session, to start what does not depend on how it begins; our interpreter where there is none."""
     return str(WarmPython.opened[0].path) if WarmPython.opened else sys.executable
@@ -222,7 +251,7 @@ def serve(listener: socket.socket) -> None:
         if os.fork() == 0:
             address = listener.getsockname()
             listener.close()
-            keep(line, Path(address).with_name("spent"))
+            keep(line, Path(address).parent)
         line.close()
 
 
@@ -232,16 +261,17 @@ def _bury(*_: object) -> None:
             pass
 
 
-def keep(line: socket.socket, spent: Path) -> NoReturn:
+def keep(line: socket.socket, folder: Path) -> NoReturn:
     """Be the parent of one process: pass on signals, say how it ended, and let it not outlive who asked for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(line, _MAX_MESSAGE, _MAX_FILES)
     if not message:
         os._exit(0)
+    order = json.loads(message)
     pid = os.fork()
     if pid == 0:
         line.detach()
-        become(json.loads(message), files)
+        become(order, files)
     for fd in (0, 1, 2, *files):
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -257,7 +287,7 @@ def keep(line: socket.socket, spent: Path) -> NoReturn:
         os.kill(pid, int(number))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with contextlib.suppress(OSError), spent.open("a") as file:
+    with contextlib.suppress(OSError), spent_in(folder, order["environment"]).open("a") as file:
         file.write(f"{used.ru_utime + used.ru_stime}\n")
     with contextlib.suppress(OSError):
         line.send(str(status).encode())

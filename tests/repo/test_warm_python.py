@@ -8,11 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks.test_time import LONG_S, cpu_s, order
+from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child, WarmPython, interpreter_for, program
 from tests.heaviest import HEAVIEST
 
@@ -150,6 +152,24 @@ def test_what_is_forked_is_counted_when_it_ends(tmp_path: Path, warm_python: War
     before = cpu_s()
     subprocess.run([program(), tmp_path / "works.py", "0.5"], check=True)
     assert cpu_s() - before >= 0.5
+
+
+def test_who_has_the_same_folder_shares_it_and_the_last_who_leaves_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "whose.py").write_text("import os; print(open(f'/proc/{os.getppid()}/stat').read().split()[3])")
+
+    def server(warm: WarmPython) -> int:
+        return int(subprocess.run([warm.path, tmp_path / "whose.py"], check=True, capture_output=True).stdout)
+
+    first, last = WarmPython(tmp_path), WarmPython(tmp_path)
+    with ThreadPoolExecutor() as pool, last:
+        first.__enter__()
+        pids = {server(first), server(last)}
+        leaving = pool.submit(first.__exit__, None, None, None)
+        pids.add(server(last))
+        assert not leaving.done()
+    leaving.result()
+    (pid,) = pids
+    assert not is_running(pid)
 
 
 def test_hosts_are_real_interpreters() -> None:
