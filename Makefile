@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := .make/setup.stamp
 BYTECODE := .make/bytecode.stamp
+COLLECTED := .make/collected.stamp
 # Where a CPU build of torch comes from, on hosts without a GPU: the address of a package index or a folder of wheels.
 TORCH_WHEELS ?=
 
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images set it. The tests start hundreds of processes, and each would compile all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Four files at a time on two cores, since tests wait for processes of their own; a fifth only wears out their caches.
+# Four files at a time on two cores, since tests wait for processes of their own; with five it took longer.
 # The heaviest files come first (tests/heaviest.py).
 TEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -32,7 +33,7 @@ VLLM_VENV ?= .venv-vllm
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
-setup: $(STAMP)  ## virtual environment with everything in it
+setup: $(STAMP) $(BYTECODE)  ## virtual environment with everything in it
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is %s: say make PYTHON=python3.11" % sys.version.split()[0])'
@@ -44,12 +45,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order
-	@$(MAKE) --no-print-directory -j 2 types rules $(BYTECODE)
+	@$(MAKE) --no-print-directory -j 2 types rules $(COLLECTED)
 
-# Compiling all that is installed takes half a minute, and a quarter of it is ever imported: that is, and the tests are,
-# once, before four processes of the tests would do it at the same time.
+# Compiling all that is installed takes half a minute, and a fifth of its files is ever imported: those are compiled. A
+# shell that forbids Python to write what it compiled would else wait for it at every start.
 $(BYTECODE): $(STAMP)
 	@$(BIN)/python -c 'from tests.apparatus.warm_python import import_all; import_all()'
+	@touch $@
+
+# The tests are compiled once, before four processes of theirs would do it at the same time.
+$(COLLECTED): $(BYTECODE)
 	-@$(BIN)/pytest --collect-only -q >/dev/null
 	@touch $@
 

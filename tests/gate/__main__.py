@@ -74,7 +74,8 @@ def told(machine: str, done: Sequence[Done], red: Sequence[Done], ends: Ends, ve
         if one.phase is not TESTS or not is_told:
             how = "ran out of time" if one.status == TOO_LONG else f"status {one.status}"
             lines.append(f"RED     {one.phase.name}: {how}; again: {' '.join(one.phase.command)}")
-            lines += [f"        {words[:200]}" for words in one.words(MOST_WORDS)]
+            why = chaos.reasons(one) if one.phase.name.startswith("chaos") else []
+            lines += [f"        {words[:200]}" for words in why[:MOST_WORDS] or one.words(MOST_WORDS)]
     for verdict in sorted(verdicts, key=lambda one: not one.is_red):
         lines += verdict.lines()
     lines += skips.told(ends.skips())

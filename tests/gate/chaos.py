@@ -44,5 +44,10 @@ def played(logs: Path) -> tuple[Done, str]:
     if first.status != LATE:
         return first, ""
     again = run(Phase("chaos again", first.phase.command, LIMIT_S), logs)
-    late = [line for line in first.words(200) if line.startswith(("oracle: ", "chaos: FAILED"))]
-    return again, f"late at the first try: {late[0] if late else 'no reason was given'}"
+    return again, f"late at the first try: {(reasons(first) or ['no reason was given'])[0]}"
+
+
+def reasons(done: Done) -> list[str]:
+    """What the oracle found wrong, which it says first of all, or why the run itself gave up."""
+    said = done.log.read_text(errors="replace").splitlines()
+    return [line for line in said if line.startswith(("oracle: ", "chaos: FAILED"))]

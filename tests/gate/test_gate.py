@@ -66,6 +66,7 @@ class Project:
             "#!/usr/bin/env bash\n"
             'echo played "$@" >> plays\n'
             "echo 'oracle: process 7 was left behind'\n"
+            "for number in {1..40}; do echo summary; done\n"
             "echo oracle: judged\n"
             f"statuses=({' '.join(statuses)})\n"
             "exit ${statuses[$(wc -l < plays) - 1]}\n"
@@ -268,6 +269,7 @@ def test_chaos_that_came_late_is_played_once_more_and_what_is_wrong_is_not(
     assert len((project.root / "plays").read_text().splitlines()) == num_plays
     assert ("FLAKE   chaos: late at the first try: oracle: process 7 was left behind" in told) == (num_plays == 2)
     assert re.search(rf"^RED     chaos.*: status {statuses[-1]}", told, re.MULTILINE) if is_red else "RED" not in told
+    assert ("        oracle: process 7 was left behind\n" in told) == is_red
 
 
 def test_without_a_set_up_there_is_nothing_to_run(project: Project) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from starlette.routing import Route
+
 from benchmarks.structure.source import imported_at_start, read_modules
+from services.api.app import create_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,3 +38,12 @@ def test_the_api_reads_no_sources_and_no_settings_for_its_answers_at_its_start()
     # What an episode's turns are made of is no model of ours.
     assert [name for name in loaded if name.startswith("services.api.views.")] == ["services.api.views.episode_views"]
     assert not {"services.process.settings", "pydantic_settings"} & set(loaded)
+
+
+def test_each_route_is_built_once() -> None:
+    """Those of a router that an application includes are built anew, and once more in each application."""
+    first, second = (create_app(nullcontext).routes for _ in range(2))  # type: ignore[arg-type]
+    assert len(first) > 50
+    assert all(isinstance(route, Route) for route in first)
+    own = [one for one, other in zip(first, second, strict=True) if one is not other]
+    assert [route.path for route in own if isinstance(route, Route)] == ["/openapi.json"]
