@@ -6,6 +6,7 @@ library: they run inside.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -118,8 +119,9 @@ def others_environment(aim: Aim) -> str:
 def others_arguments(aim: Aim) -> str:
     """Find another process among all, by its arguments."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and SECRET.encode() in (entry / "cmdline").read_bytes():
-            return entry.name
+        with contextlib.suppress(OSError):  # others end while it looks
+            if entry.name.isdecimal() and SECRET.encode() in (entry / "cmdline").read_bytes():
+                return entry.name
     raise LookupError("not among the processes")
 
 
