@@ -87,16 +87,20 @@ async def test_a_prefix_is_found_where_its_request_has_moved(engine: EngineClien
     async def ask(prompt: list[int], length: int) -> Generation:
         return await engine.generate(prompt, max_new_tokens=length, temperature=1.0, stop_token_ids=[])
 
-    leaving = asyncio.create_task(ask(first, 30))
-    await until_load(engine, "num_running_reqs", 1)
-    moving = asyncio.create_task(ask(shared, 450))
+    async def waiting(prompt: list[int], length: int, number: int) -> asyncio.Task[Generation]:
+        """In their order: they wait while the engine pauses."""
+        task = asyncio.create_task(ask(prompt, length))
+        await until_load(engine, "num_waiting_reqs", number)
+        return task
+
+    await engine.pause("retract")
+    leaving, moving = await waiting(first, 30, 1), await waiting(shared, 450, 2)
+    await engine.resume()
     await leaving  # whoever runs behind it takes its row
-    beside = asyncio.create_task(ask(other, 450))
-    await until_load(engine, "num_running_reqs", 2)
+    beside = await ask(other, 20)  # and this one the row behind that
     copied = await ask(shared, 20)
     assert copied.cached_tokens == 39
-    assert models.deviation(0, shared, copied, 1.0) < TOLERANCE
-    for prompt, generation in ((shared, await moving), (other, await beside)):
+    for prompt, generation in ((shared, copied), (shared, await moving), (other, beside)):
         assert models.deviation(0, prompt, generation, 1.0) < TOLERANCE
 
 
