@@ -135,6 +135,7 @@ def test_a_cell_runs_is_stored_and_is_not_run_again(
     assert len(list(missing(Store(tmp_path), some, seeds, longer))) == 2, "other sizes are other cells"
 
 
+@pytest.mark.slow
 def test_an_age_that_is_sustained_stays_what_it_is_said_to_be(model: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "dense").symlink_to(model)

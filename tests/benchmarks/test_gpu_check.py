@@ -44,6 +44,7 @@ def test_weights_are_sent_to_an_engine_on_a_cpu_as_well(tmp_path: Path) -> None:
     assert "MiB in" in result.said
 
 
+@pytest.mark.slow
 def test_weights_that_come_wrong_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = weight_buckets.buckets_in
 

@@ -67,6 +67,7 @@ def test_symbols_are_drawn_by_the_versions_that_are_said_to_have_drawn_them(worl
     assert (episodes.contexts_BT[:, 2] == 5).all(), "the symbols 0 and 5"
 
 
+@pytest.mark.slow
 def test_an_estimate_on_fresh_data_has_the_direction_and_length_of_the_truth(
     world: World, versions: list[Floats]
 ) -> None:

@@ -63,17 +63,34 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> 
     return root
 
 
-@pytest.mark.parametrize("case", learner_process.RANK_CASES)
-def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
+def check_equals_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
     objective, config, number = learner_process.RANK_CASES[case]
     learner_process.run_case(two_ranks, tmp_path / case, objective, learner_process.on_one_rank(config), number)
     model = learner_process.model_of(two_ranks, case)
     check_same(model, tmp_path / case, two_ranks / case, tolerance_of(case))
 
 
-@pytest.mark.parametrize("case", ["gspo", "bfloat16", "mixture in bfloat16"])
+@pytest.mark.parametrize("case", learner_process.RANK_CASES_SOON)
+def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
+    check_equals_one(two_ranks, tmp_path, case)
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_in_all_cases_and_resume(two_ranks: Path, tmp_path: Path) -> None:
+    run_ranks(two_ranks, "ranks_later", 2)
+    for case in learner_process.RANK_CASES_LATER:
+        check_equals_one(two_ranks, tmp_path, case)
+        check_resumed(two_ranks, case)
+    check_log_probs(two_ranks, tmp_path, "mixture in bfloat16")
+
+
+@pytest.mark.parametrize("case", ["gspo", "bfloat16"])
 def test_a_sequence_has_the_same_log_probs_on_two_ranks(two_ranks: Path, tmp_path: Path, case: str) -> None:
     """To the bit also in half precision: what flows between layers, and what experts compute in, is alike."""
+    check_log_probs(two_ranks, tmp_path, case)
+
+
+def check_log_probs(two_ranks: Path, tmp_path: Path, case: str) -> None:
     learner_process.run_case(two_ranks, tmp_path / case, *learner_process.RANK_CASES[case])
     one, two = (np.load(root / case / "logprobs.npy") for root in (tmp_path, two_ranks))
     assert np.abs(one).max() > 1
@@ -130,8 +147,12 @@ def test_averaging_over_ranks_would_be_noticed(two_ranks: Path, tmp_path: Path) 
         check_same(two_ranks / "model", tmp_path / "gspo", two_ranks / learner_process.MISTAKE)
 
 
-@pytest.mark.parametrize("case", learner_process.RANK_CASES)
+@pytest.mark.parametrize("case", learner_process.RANK_CASES_SOON)
 def test_a_state_of_two_ranks_resumes_exactly(two_ranks: Path, case: str) -> None:
+    check_resumed(two_ranks, case)
+
+
+def check_resumed(two_ranks: Path, case: str) -> None:
     first, second = (
         {path.name: path.read_bytes() for path in (two_ranks / case / stage).glob("*.safetensors")}
         for stage in ("supervised", "resumed")

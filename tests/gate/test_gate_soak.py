@@ -43,7 +43,7 @@ def test_what_fails_once_is_found_and_orders_follow_from_the_seed(
 ) -> None:
     def soaked(*flags: str) -> int:
         (tmp_path / "order").write_text("")
-        monkeypatch.setattr("sys.argv", ["soak", "--busy", "1", *flags, "tests/test_a.py"])
+        monkeypatch.setattr("sys.argv", ["soak", "--busy", "0", *flags, "tests/test_a.py"])
         status = soak.main()
         runs.append((tmp_path / "order").read_text())
         return status

@@ -33,6 +33,7 @@ def warm_stack(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(warm_python.path)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_stack")
 def test_jobs_of_a_users_sizes_are_trained(tmp_path: Path) -> None:
     try:
