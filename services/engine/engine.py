@@ -54,8 +54,11 @@ class EmbeddedEngine:
                 await self._wake.wait()
                 continue
             self.scheduler.step()
-            for _ in range(_LOOP_TURNS):
-                await asyncio.sleep(0)
+            await self.between_steps()
+
+    async def between_steps(self) -> None:
+        for _ in range(_LOOP_TURNS):
+            await asyncio.sleep(0)
 
     async def generate(self, request: Request) -> None:
         """Returns when the request has ended. Cancelling aborts it."""

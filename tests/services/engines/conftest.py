@@ -10,7 +10,7 @@ import pytest
 from services.engines.http_engine import open_http
 from services.engines.sglang import EngineClient
 from tests.apparatus.warm_python import WarmPython
-from tests.services.engines.engine_kit import NUM_VERSIONS, EngineProcess, Models, make_model
+from tests.services.engines.engine_kit import NUM_VERSIONS, UNHURRIED, EngineProcess, Models, make_model
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def shared_engine(models: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
-    engine = EngineProcess(models.paths[0], "--max-concurrency", "64", python=warm_python.path)
+    engine = EngineProcess(models.paths[0], "--max-concurrency", "64", python=warm_python.path, module=UNHURRIED)
     yield engine
     engine.close()
 

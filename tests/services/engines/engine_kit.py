@@ -94,6 +94,10 @@ def random_prompt(generator: random.Random, length: int) -> list[int]:
     return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
+UNHURRIED = ("tests.services.engines.unhurried_engine",)
+"""For ``module``, where a test acts while a request runs."""
+
+
 class EngineProcess:
     """``python -m services.engine`` as a child."""
 

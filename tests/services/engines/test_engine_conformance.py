@@ -28,6 +28,7 @@ from tests.services.engines.conformance_subjects import NAMES, Subject, add_toke
 from tests.services.engines.engine_kit import (
     CONTEXT_LENGTH,
     NUM_VERSIONS,
+    UNHURRIED,
     VOCAB_SIZE,
     EngineProcess,
     Models,
@@ -54,7 +55,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def embedded(spoken: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
-    engine = EngineProcess(spoken.paths[0], python=warm_python.path)
+    engine = EngineProcess(spoken.paths[0], python=warm_python.path, module=UNHURRIED)
     yield engine
     engine.close()
 

@@ -26,6 +26,7 @@ from tests.patience import HANG_S
 from tests.services.engines.conformance_subjects import SGLANG_VENV, Subject, add_tokenizer, serve
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
+    UNHURRIED,
     VOCAB_SIZE,
     EngineProcess,
     Models,
@@ -78,7 +79,7 @@ def real(spoken: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 @pytest.fixture(scope="module")
 def embedded(spoken: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
-    engine = EngineProcess(spoken.paths[0], python=warm_python.path)
+    engine = EngineProcess(spoken.paths[0], python=warm_python.path, module=UNHURRIED)
     yield engine
     engine.close()
 

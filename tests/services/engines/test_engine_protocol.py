@@ -16,6 +16,7 @@ from tests.apparatus.warm_python import WarmPython
 from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (
     CONTEXT_LENGTH,
+    UNHURRIED,
     VOCAB_SIZE,
     EngineProcess,
     Models,
@@ -258,7 +259,7 @@ async def test_a_client_that_leaves_frees_its_request(engine: EngineClient, http
 async def test_a_term_signal_hands_back_what_was_sampled(
     models: Models, http: httpx.AsyncClient, warm_python: WarmPython
 ) -> None:
-    server = EngineProcess(models.paths[0], "--weight-version", "job/0/0", python=warm_python.path)
+    server = EngineProcess(models.paths[0], "--weight-version", "job/0/0", python=warm_python.path, module=UNHURRIED)
     try:
         engine = EngineClient(server.url, http)
         call = asyncio.create_task(engine.generate([1], max_new_tokens=500, temperature=1.0, stop_token_ids=[]))

@@ -406,7 +406,7 @@ async def killed_while_paying(environment: HostedEnvironment, folder: Path, sess
     """The answer to a payment whose process is killed from outside once it is made, and before it is answered."""
     payments = folder / "payments"
     num_before = len(payments.read_text().splitlines()) if payments.exists() else 0
-    paying = asyncio.create_task(session.act(call("pay", folder=str(folder), seconds=0.4)))
+    paying = asyncio.create_task(session.act(call("pay", folder=str(folder), seconds=2.0)))
     await until(lambda: payments.exists() and len(payments.read_text().splitlines()) > num_before)
     for pid in environment.pool.pids:
         os.kill(pid, signal.SIGKILL)
@@ -418,12 +418,12 @@ async def test_who_acts_when_its_process_dies_acts_again_only_where_that_is_decl
 ) -> None:
     """The session that can be replayed says so; the one that only has snapshots may have paid, and nobody knows."""
     ledger = tmp_path / "payments"
-    replayed = await begun(environment := await host("Shared"))
+    replayed = await begun(environment := await host("Shared"), limits=PATIENT)
     assert said(await killed_while_paying(environment, tmp_path, replayed)) == "paid"
     assert ledger.read_text().splitlines() == ["paid"] * 2
     await replayed.close()
     ledger.unlink()
-    kept = await begun(environment := await host("Keeper"))
+    kept = await begun(environment := await host("Keeper"), limits=PATIENT)
     state = await kept.snapshot()
     assert state is not None
     with pytest.raises(SessionLost, match="whether it acted") as lost:
@@ -432,7 +432,7 @@ async def test_who_acts_when_its_process_dies_acts_again_only_where_that_is_decl
     assert lost.value.is_suspect
     await kept.close()
     # Whoever plays on says who it was: killed once more while it acts, it was no chance.
-    watched = environment.session(limits=SHORT)
+    watched = environment.session(limits=PATIENT)
     watched.watch()
     await watched.restore(await environment.task(Split.TRAIN, 0), 0, state)
     observation = await killed_while_paying(environment, tmp_path, watched)

@@ -28,7 +28,7 @@ from services.trainer.fleet import joint_sending, weight_transport
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.apparatus.warm_python import WarmPython
-from tests.services.engines.engine_kit import NUM_VERSIONS, EngineProcess, Models, make_model, max_difference
+from tests.services.engines.engine_kit import NUM_VERSIONS, UNHURRIED, EngineProcess, Models, make_model, max_difference
 from tests.services.rollout.rollout_kit import until
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -130,7 +130,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def shared(models: Models, warm_python: WarmPython) -> Iterator[list[EngineProcess]]:
     """The last one is replaced where a test ends it."""
-    engines = [EngineProcess(models.paths[0], python=warm_python.path) for _ in range(3)]
+    engines = [EngineProcess(models.paths[0], python=warm_python.path, module=UNHURRIED) for _ in range(3)]
     yield engines
     for engine in engines:
         engine.close()
@@ -150,7 +150,7 @@ async def fleet(
     monkeypatch.setattr(engines_module, "RETRY_S", 0.1)
     monkeypatch.setattr(weight_transport, "buckets_in", lambda path: weight_buckets.buckets_in(path, 2**16))
     if shared[-1].process.poll() is not None:
-        shared[-1] = EngineProcess(models.paths[0], python=warm_python.path)
+        shared[-1] = EngineProcess(models.paths[0], python=warm_python.path, module=UNHURRIED)
     wire = Wire()
     async with httpx.AsyncClient(transport=wire, trust_env=False) as http:
         for process in shared:

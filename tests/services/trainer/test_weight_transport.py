@@ -30,6 +30,7 @@ from tests.apparatus.warm_python import WarmPython
 from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
+    UNHURRIED,
     EngineProcess,
     Models,
     make_model,
@@ -118,7 +119,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def process(models: Models, warm_python: WarmPython) -> Iterator[EngineProcess]:
-    engine = EngineProcess(models.paths[0], python=warm_python.path)
+    engine = EngineProcess(models.paths[0], python=warm_python.path, module=UNHURRIED)
     yield engine
     engine.close()
 
