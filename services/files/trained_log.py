@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gspo_core.log.trained import MemberLogprobs, decode_trained, encode_trained
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey
-from services.files.durable import make_directory, write_once
+from services.files.durable import make_directory, remove_unfinished, write_once
 from services.files.job_dir import JobDir
 
 
@@ -33,7 +33,7 @@ class TrainedLog:
         path = self.path(epoch, step)
         make_directory(path.parent)
         if not path.exists():
-            write_once(path, (encode_trained(logprobs),))
+            write_once(path, (encode_trained(logprobs),), epoch=epoch)
 
     def read(self, epoch: int, step: int) -> MemberLogprobs:
         """Empty if unknown."""
@@ -42,6 +42,10 @@ class TrainedLog:
         except FileNotFoundError:
             return {}
         return decode_trained(data)
+
+    def remove_unfinished(self, epoch: int) -> None:
+        """Remove half-written files of trainers before ``epoch``: they have lost the job."""
+        remove_unfinished(self._job.trained, epoch)
 
     def remove(self, positions: Collection[tuple[int, int]]) -> None:
         for epoch, step in positions:

@@ -322,7 +322,7 @@ class JobRun:
         await self._guard.recall()  # before a checkpoint is saved, for which older ones are removed
         self._saved_step = found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
-        for store in (services.batch_log, services.weights):
+        for store in (services.batch_log, services.weights, TrainedLog(services.job_dir)):
             await asyncio.to_thread(store.remove_unfinished, epoch)
         self._staleness.forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:

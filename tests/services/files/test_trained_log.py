@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+import pytest
 
 from gspo_core.types import EpisodeKey
 from services.files.job_dir import JobDir
@@ -50,3 +52,25 @@ def test_only_what_is_named_is_removed(tmp_path: Path) -> None:
         log.write(1, step, LOGPROBS)
     log.remove([(1, 1), (1, 3), (2, 2)])
     assert [step for step in (1, 2, 3) if log.read(1, step)] == [2]
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = TrainedLog(JobDir(tmp_path))
+    log.write(1, 1, LOGPROBS)
+    with monkeypatch.context() as killed:
+        killed.setattr("os.fsync", interrupted)
+        killed.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process tidies nothing
+        with pytest.raises(KeyboardInterrupt):
+            log.write(2, 2, LOGPROBS)
+    names = [path.name for path in log.path(1, 1).parent.iterdir()]
+    assert len(names) == 2
+    log.remove_unfinished(2)
+    assert sorted(path.name for path in log.path(1, 1).parent.iterdir()) == sorted(names), "it is that trainer's own"
+    log.remove_unfinished(3)
+    assert [path.name for path in log.path(1, 1).parent.iterdir()] == [log.path(1, 1).name]
+
+
+def interrupted(_: int) -> NoReturn:
+    raise KeyboardInterrupt

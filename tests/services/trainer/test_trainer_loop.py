@@ -49,8 +49,12 @@ async def test_a_loop_that_is_killed_at_random_points_ends_bit_for_bit_where_an_
     """Redis is wiped twice on the way; no checkpoint is due between most deaths, so the batch logs carry the run."""
     spec, fate = loop_spec(model_dir, checkpoint_every=4), Fate(seed, 0.03)
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        half_written = loop.job_dir / "trained" / ".tmp-ep000001-left"
+        half_written.parent.mkdir(parents=True)
+        half_written.touch()
         num_trainers = await serve_although_killed(loop, fate, {1, 3})
     assert num_trainers > 3, fate.points
+    assert not half_written.exists()
     assert fingerprint(saved(loop)) == fingerprint(plain_loop(spec, tmp_path))
     newest = CheckpointStore(JobDir(loop.job_dir)).newest_first()[0]
     assert list(newest.lineage.owed()) == []
