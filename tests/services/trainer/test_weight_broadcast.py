@@ -6,7 +6,6 @@ The engines are real embedded ones. What each samples is compared with the versi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from services.engines.sglang import EngineClient
 from services.engines.transport import EngineTransport
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
-from services.process.cancelling import cancel_all
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet import joint_sending, weight_transport
@@ -30,6 +28,7 @@ from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import NUM_VERSIONS, UNHURRIED, EngineProcess, Models, make_model, max_difference
 from tests.services.rollout.rollout_kit import until
+from tests.services.trainer.trainer_kit import marked
 
 PROMPT = [10, 20, 30, 40, 50]
 TOLERANCE = 1e-4
@@ -98,27 +97,6 @@ class Fleet:
         assert [span.label for span in answer.spans] == [self.label(version)]
         expected = self.models.logprobs(version, PROMPT, answer.output_ids, 1.0)
         assert max_difference(answer.logprobs, expected) < TOLERANCE
-
-    async def states(self) -> dict[str, str]:
-        return {record.id: str(record.state) for record in await self.store.fleet.engines()}
-
-
-@contextlib.asynccontextmanager
-async def watched(fleet: Fleet) -> AsyncIterator[dict[str, set[str]]]:
-    """All states that the engines are in meanwhile."""
-    seen: dict[str, set[str]] = {}
-
-    async def watch() -> None:
-        while True:
-            for url, state in (await fleet.states()).items():
-                seen.setdefault(url, set()).add(state)
-            await asyncio.sleep(0.005)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield seen
-    finally:
-        await cancel_all([watching])
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +176,7 @@ async def test_a_member_that_is_killed_while_it_is_sent_to_is_left_out(fleet: Fl
 
     killed = fleet.processes[2].url
     fleet.wire.before[fleet.port(2), RECEIVE] = kill
-    async with watched(fleet) as seen:
+    with marked(fleet.store.fleet) as seen:
         manifest = await fleet.publish(1)
         await until(lambda: sorted(one.label for one in fleet.pool.ready()) == [manifest.label] * 2)
         await until(lambda: killed not in fleet.pool.bound())
@@ -215,7 +193,7 @@ async def test_a_member_whose_call_is_cut_is_healed_alone(fleet: Fleet) -> None:
         raise httpx.ReadError("cut")
 
     fleet.wire.before[fleet.port(1), RECEIVE] = cut
-    async with watched(fleet) as seen:
+    with marked(fleet.store.fleet) as seen:
         await fleet.pool.wait_for(await fleet.publish(1), num_engines=3)
     assert "dirty" in seen[fleet.processes[1].url]
     assert all("dirty" not in seen[fleet.processes[number].url] for number in (0, 2))
@@ -260,7 +238,7 @@ async def test_a_member_that_left_the_group_meets_the_others_again(fleet: Fleet)
         await client.leave_weight_group(fleet.group_name)
 
     fleet.wire.before[fleet.port(1), RECEIVE] = leave
-    async with watched(fleet) as seen:
+    with marked(fleet.store.fleet) as seen:
         await fleet.pool.wait_for(await fleet.publish(1), num_engines=3)
     assert all("dirty" not in states for states in seen.values())
     for number in range(3):

@@ -37,6 +37,7 @@ from tests.services.engines.engine_kit import (
     max_difference,
 )
 from tests.services.rollout.rollout_kit import until
+from tests.services.trainer.trainer_kit import marked
 
 PROMPT = [10, 20, 30, 40, 50]
 TOLERANCE = 1e-4
@@ -106,9 +107,6 @@ class Place:
             version = int(span.label.rpartition("/")[2])
             expected = self.models.logprobs(version, PROMPT, answer.output_ids[: span.end], 1.0)
             assert max_difference(answer.logprobs[span.start : span.end], expected[span.start :]) < TOLERANCE
-
-    async def state(self) -> str:
-        return str((await self.store.fleet.engines())[0].state)
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +181,10 @@ async def test_a_sending_that_is_cut_makes_the_engine_dirty_until_a_full_load(
     asked = place.ask()
     await place.until_sampling()
     place.wire.cut = {1}
-    states: set[str] = set()
-
-    async def watch() -> None:
-        while True:
-            states.add(await place.state())
-            await asyncio.sleep(0.005)
-
-    watching = asyncio.create_task(watch())
-    newer = await place.publish(1)
-    await place.engines.wait_for(newer)
-    watching.cancel()
-    assert "dirty" in states
+    with marked(place.store.fleet) as states:
+        newer = await place.publish(1)
+        await place.engines.wait_for(newer)
+    assert "dirty" in states[place.client.url]
     answer = await asked
     assert [span.label.rpartition("/")[2] for span in answer.spans] == ["0", "1"]
     place.assert_true(answer)
@@ -211,7 +201,7 @@ async def test_an_engine_that_was_started_again_is_sent_everything_in_a_new_grou
     """Its label says so; the group that it was in is not used again."""
     await place.engines.wait_for(await place.publish(0))
     await place.client.load_weights(place.models.paths[2], "default")  # what a restart leaves
-    await until(lambda: not place.engines.ready())
+    await until(lambda: place.wire.num("/init_weights_update_group") == 2)
     await until(lambda: bool(place.engines.ready()))
     place.assert_true(await place.ask(30))
     assert place.wire.num("/init_weights_update_group") == 2

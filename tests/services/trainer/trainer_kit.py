@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
+from services.state.fleet import Fleet
+from services.state.fleet_records import EngineReport
 from services.state.store import Claim, Store
 from services.trainer.attempt import Attempt
 from services.trainer.attempt_messages import AttemptEnd
@@ -21,6 +27,21 @@ DEADLINE_S = HANG_S
 def make_spec(**changes: Any) -> JobSpec:
     """The least that a job must say, and ``changes``."""
     return JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]} | changes)
+
+
+@contextlib.contextmanager
+def marked(fleet: Fleet) -> Iterator[Mapping[str, set[str]]]:
+    """The states that each engine is marked with meanwhile: one that lasts for a moment is among them too."""
+    seen: defaultdict[str, set[str]] = defaultdict(set)
+    mark = fleet.mark
+
+    async def noted(job: str, token: str, engine_id: str, report: EngineReport) -> bool:
+        seen[engine_id].add(str(report.state))
+        return await mark(job, token, engine_id, report)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "mark", noted)
+        yield seen
 
 
 class InProcess:
