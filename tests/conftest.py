@@ -26,6 +26,7 @@ half a million objects, and each full collection would walk over all of them.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import gc
 import os
@@ -46,6 +47,8 @@ from tests.heaviest import HEAVIEST
 TESTS = Path(__file__).parent
 LEAKS = os.environ.get("GSPO_TEST_LEAKS", "file")
 """When what was left open is looked for: at the end of each file, or of each test."""
+AT_THE_END = contextlib.ExitStack()
+"""Of the session, after its last test: what would keep that one waiting for other workers."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported
 # The name of a Unix socket has at most 107 bytes, and what pytest and a server put below the temporary folder has 78.
@@ -114,8 +117,13 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm"
     folder.mkdir(exist_ok=True)
-    with WarmPython(folder) as warm:
-        yield warm
+    warm = AT_THE_END.enter_context(WarmPython(folder))
+    yield warm
+    warm.leave()
+
+
+def pytest_unconfigure() -> None:
+    AT_THE_END.close()
 
 
 @pytest.fixture(scope="module")

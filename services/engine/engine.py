@@ -57,6 +57,7 @@ class EmbeddedEngine:
             await self.between_steps()
 
     async def between_steps(self) -> None:
+        """The turn of all callers: here, and nowhere else, they are heard while something runs."""
         for _ in range(_LOOP_TURNS):
             await asyncio.sleep(0)
 

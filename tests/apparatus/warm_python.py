@@ -30,11 +30,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, NoReturn, Self
+
+from services.process.children import die_with_launcher
 
 # What is imported before the first fork. The learner imports the first two when it loads a model.
 MODULES = (
@@ -133,11 +135,16 @@ class WarmPython:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._used is not None:
-            os.close(self._used)
+        self.leave()
         if self._process is not None:
             self._process.wait()
         self.opened.remove(self)
+
+    def leave(self) -> None:
+        """Others may have it open as yet: who began the process waits for them when this is closed."""
+        if self._used is not None:
+            os.close(self._used)
+        self._used = None
 
     @property
     def path(self) -> Path:
@@ -149,15 +156,20 @@ class WarmPython:
 
     def _use(self) -> int:
         """What keeps the process alive: it ends when all who write to this pipe are gone, however they ended."""
-        with self._users.with_name("beginning").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with alone(self._address):
             if self._address.exists():
-                return os.open(self._users, os.O_WRONLY | os.O_NONBLOCK)  # refused where it has died
+                with contextlib.suppress(OSError):  # nobody reads: it was killed
+                    return os.open(self._users, os.O_WRONLY | os.O_NONBLOCK)
+            for left in (self._address, self._users):
+                left.unlink(missing_ok=True)
             os.mkfifo(self._users)
             reader = os.open(self._users, os.O_RDONLY | os.O_NONBLOCK)
+            used = os.open(self._users, os.O_WRONLY)
             try:
-                used = os.open(self._users, os.O_WRONLY)
                 self._process = self._begin(reader)
+            except BaseException:
+                os.close(used)
+                raise
             finally:
                 os.close(reader)
             return used
@@ -170,8 +182,13 @@ class WarmPython:
         argv = [sys.executable, "-m", __name__, str(self._address), str(self._program)]
         process = subprocess.Popen(argv, stdin=users, stdout=subprocess.PIPE, env=environment)
         assert process.stdout is not None
-        with process.stdout as ready:
-            assert ready.read(1) == b"!"
+        try:
+            with process.stdout as ready:
+                assert ready.read(1) == b"!", "the imports failed"
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         return process
 
     def start(self, words: Sequence[str], stdin: int, stdout: int, stderr: int) -> Forked:
@@ -240,13 +257,34 @@ def program() -> str:
     return str(WarmPython.opened[0].path) if WarmPython.opened else sys.executable
 
 
+@contextlib.contextmanager
+def alone(address: Path) -> Iterator[None]:
+    """Nobody else begins the process, joins it or ends it."""
+    with address.with_name("beginning").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def is_left(address: Path) -> bool:
+    """No user is there any more; then none can come, but to one that is begun anew."""
+    with alone(address):
+        try:
+            os.read(0, 1)
+        except BlockingIOError:
+            return False
+        address.unlink()
+        return True
+
+
 def serve(listener: socket.socket) -> None:
-    """Fork whatever is asked for, until stdin ends."""
+    """Fork whatever is asked for, until all users have left."""
     signal.signal(signal.SIGCHLD, _bury)
     while True:
         ready, _, _ = select.select([listener.fileno(), 0], [], [])
         if listener.fileno() not in ready:
-            return
+            if is_left(Path(listener.getsockname())):
+                return
+            continue
         line, _ = listener.accept()
         if os.fork() == 0:
             address = listener.getsockname()
@@ -297,7 +335,8 @@ def keep(line: socket.socket, folder: Path) -> NoReturn:
 def become(order: dict[str, Any], files: list[int]) -> NoReturn:
     words, flags, code = order["words"], order["flags"], 70
     try:
-        os.setsid()
+        os.setsid()  # so a signal to the group of who asked does not reach it; the end of its parent does
+        die_with_launcher()
         _take(order, files)
         if "-W" in flags:
             warnings.simplefilter(flags[flags.index("-W") + 1])

@@ -91,7 +91,6 @@ RANK_CASES: dict[str, tuple[ObjectiveConfig, dict[str, object], int]] = {
 RANK_CASES_LATER = (
     "small micro-batches",
     "checkpointed",
-    "reference",
     "mixture in bfloat16",
     "bounded by the usual gradient",
     "attention kept",

@@ -76,6 +76,7 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks_equal_one_in_all_cases_and_resume(two_ranks: Path, tmp_path: Path) -> None:
     run_ranks(two_ranks, "ranks_later", 2)
     for case in learner_process.RANK_CASES_LATER:

@@ -40,7 +40,7 @@ def main() -> int:
     verdicts: list[Verdict] = []
     ends, first_try = Ends([]), ""
     if done[0].is_ok:
-        checks, demo = together([CHECKS, DEMO], LOGS)  # each uses one core for half of its time
+        checks, demo = together([CHECKS, DEMO], LOGS)  # the demo's model is made on one core
         RECORD.unlink(missing_ok=True)
         done += [checks, run(TESTS, LOGS), demo]
         ends = Ends.read(RECORD)

@@ -16,6 +16,8 @@ SEEDS = Path(__file__).parents[1] / "chaos" / "seeds.txt"
 PYTHON = ".venv/bin/python"
 LATE = 3
 """As in `tests/chaos/lateness.py`, which cannot be imported before anything is installed."""
+NO_FINDING = "oracle: lengths of what was"
+"""What the oracle tells of every run, as in `tests/chaos/mutants.py`."""
 LIMIT_S = 1800.0
 
 
@@ -48,6 +50,7 @@ def played(logs: Path) -> tuple[Done, str]:
 
 
 def reasons(done: Done) -> list[str]:
-    """What the oracle found wrong, which it says first of all, or why the run itself gave up."""
+    """Why the run gave up, then what the oracle found wrong, which it says before all else."""
     said = done.log.read_text(errors="replace").splitlines()
-    return [line for line in said if line.startswith(("oracle: ", "chaos: FAILED"))]
+    found = [line for line in said if line.startswith("oracle: ") and not line.startswith(NO_FINDING)]
+    return [line for line in said if line.startswith("chaos: FAILED")] + found

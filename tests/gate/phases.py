@@ -1,4 +1,4 @@
-"""A phase of the gate: a command whose words are shown as they come, kept in a file, and bounded in time.
+"""A phase of the gate: a command whose words are kept in a file and shown, and which is bounded in time.
 
 Whatever ends the gate ends the phase that runs. A phase is over with its command: what that left behind may keep its
 end of the pipe, and is not waited for.
@@ -114,7 +114,8 @@ class _Running:
         return Done(self._phase, self._status, self._ended - self._begun, self._log)
 
     def end(self) -> None:
-        if self._waiting.is_alive():
+        # Not by its thread: one that an exception took us from while we joined it counts as over.
+        if self._process.poll() is None:
             self._kill()
         self._process.wait()
         self._showing.join(LAST_WORDS_S)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.gate.__main__ import TESTS, is_excused
 from tests.gate.confirm import Verdict
 from tests.gate.ends import Ends, Failure
 from tests.gate.phases import TOO_LONG, Done, Phase, run, together
+from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import until
 
 LEAVES_A_CHILD = (
@@ -56,7 +60,27 @@ def test_phases_run_side_by_side_and_their_words_are_not_mixed(
     assert capfdbinary.readouterr().out == b"first\nsecond\n"
 
 
-async def test_a_phase_that_fails_ends_no_other(tmp_path: Path) -> None:
+IS_TOLD_TO_END = """
+import sys
+from pathlib import Path
+from tests.gate.phases import Phase, end_with_us, together
+end_with_us()
+code = "import os, sys, time; from pathlib import Path; Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+folder = Path(sys.argv[1])
+together([Phase(name, [sys.executable, "-c", code, str(folder / name)], 600.0) for name in ("a", "b")], folder / "logs")
+"""
+
+
+def test_what_ends_the_gate_ends_every_phase_that_runs(tmp_path: Path) -> None:
+    phases = [tmp_path / name for name in ("a", "b")]
+    with subprocess.Popen([sys.executable, "-c", IS_TOLD_TO_END, str(tmp_path)]) as gate:
+        asyncio.run(until(lambda: all(path.exists() and path.read_text() for path in phases)))
+        gate.terminate()
+        assert gate.wait(HANG_S) == 128 + signal.SIGTERM
+    assert not any(is_running(path.read_text()) for path in phases)
+
+
+def test_a_phase_that_fails_ends_no_other(tmp_path: Path) -> None:
     failing = Phase("failing", [sys.executable, "-c", "raise SystemExit(7)"], 600.0)
     other = Phase("other", [sys.executable, "-c", "import time; time.sleep(0.5); print('over')"], 600.0)
     assert [(one.status, one.words(1)) for one in together([failing, other], tmp_path)] == [(7, []), (0, ["over"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -17,6 +18,7 @@ from benchmarks.test_time import LONG_S, cpu_s, order
 from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child, WarmPython, interpreter_for, program
 from tests.heaviest import HEAVIEST
+from tests.services.rollout.rollout_kit import until
 
 SCRIPT = """
 import os, sys
@@ -97,6 +99,19 @@ def test_it_does_not_outlive_who_asked_for_it(tmp_path: Path, warm_python: WarmP
         assert waiting.stdout.read() == b"", "its end of the pipe is closed when it is gone"
 
 
+def test_it_does_not_outlive_who_watches_it(tmp_path: Path, warm_python: WarmPython) -> None:
+    """As when all of a group are killed: it has a group of its own."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    reader, writer = os.pipe()
+    waiting = warm_python.start([str(tmp_path / "waits.py")], writer, writer, writer)
+    os.close(writer)
+    with waiting.line, os.fdopen(reader) as said:
+        assert int(said.readline()) == waiting.pid
+        watching = int(Path(f"/proc/{waiting.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(watching, signal.SIGKILL)
+        asyncio.run(until(lambda: not is_running(waiting.pid)))
+
+
 def test_what_is_killed_while_it_begins_is_gone(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "waits.py").write_text("import sys; sys.stdin.read()")
     assert warm_python.path
@@ -170,6 +185,26 @@ def test_who_has_the_same_folder_shares_it_and_the_last_who_leaves_ends_it(tmp_p
     leaving.result()
     (pid,) = pids
     assert not is_running(pid)
+
+
+def test_one_that_was_killed_or_never_began_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_begun = 0
+
+    def begin(_: WarmPython, users: int) -> subprocess.Popen[bytes]:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 1:
+            raise ImportError("a module that does not import")
+        (tmp_path / "orders").touch()  # and nothing removes it
+        return subprocess.Popen([sys.executable, "-c", "import select; select.select([0], [], [])"], stdin=users)
+
+    monkeypatch.setattr(WarmPython, "_begin", begin)
+    with WarmPython(tmp_path) as one, pytest.raises(ImportError):
+        assert one.path
+    for _ in range(2):
+        with WarmPython(tmp_path) as one:
+            assert one.path
+    assert num_begun == 3
 
 
 def test_hosts_are_real_interpreters() -> None:

@@ -119,7 +119,7 @@ def others_environment(aim: Aim) -> str:
 def others_arguments(aim: Aim) -> str:
     """Find another process among all, by its arguments."""
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # others end while it looks
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # others end while it looks
             if entry.name.isdecimal() and SECRET.encode() in (entry / "cmdline").read_bytes():
                 return entry.name
     raise LookupError("not among the processes")

@@ -121,7 +121,7 @@ class _Ready(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("by_option", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("by_option", [False, True])
 def test_up_uses_the_engines_that_it_is_given_and_starts_none(
     by_option: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

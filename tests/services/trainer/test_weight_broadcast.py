@@ -180,6 +180,7 @@ async def test_a_member_that_is_killed_while_it_is_sent_to_is_left_out(fleet: Fl
         manifest = await fleet.publish(1)
         await until(lambda: sorted(one.label for one in fleet.pool.ready()) == [manifest.label] * 2)
         await until(lambda: killed not in fleet.pool.bound())
+    assert len(seen) == 3
     assert all("dirty" not in states for url, states in seen.items() if url != killed)
     for number in range(2):
         await fleet.assert_samples(number, 1)
@@ -240,6 +241,7 @@ async def test_a_member_that_left_the_group_meets_the_others_again(fleet: Fleet)
     fleet.wire.before[fleet.port(1), RECEIVE] = leave
     with marked(fleet.store.fleet) as seen:
         await fleet.pool.wait_for(await fleet.publish(1), num_engines=3)
+    assert len(seen) == 3
     assert all("dirty" not in states for states in seen.values())
     for number in range(3):
         await fleet.assert_samples(number, 1)
