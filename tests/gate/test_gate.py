@@ -48,11 +48,11 @@ class Project:
         shutil.copytree(ROOT / "tests" / "gate", root / "tests" / "gate", ignore=ignore)
         (root / "tests" / "flakes.tsv").write_text("since\ttest\tload\terror\n")
         self.recipes = {
-            "setup": "",
+            "setup": ":",
             "test-data": "echo installed",
             "check": "echo clean",
             "demo": "echo 30.0 to 94.5",
-            "chaos-ready": "",
+            "chaos-ready": ":",
         }
         (root / "tests" / "chaos").mkdir()
         (root / "tests" / "chaos" / "seeds.txt").write_text("# two\n--seed 12 --faults 3\n--seed 12 --faults 3\n")
