@@ -265,11 +265,11 @@ def alone(address: Path) -> Iterator[None]:
         yield
 
 
-def is_left(address: Path) -> bool:
-    """No user is there any more; then none can come, but to one that is begun anew."""
+def is_left(address: Path, users: int) -> bool:
+    """Nobody writes to the pipe any more; then none can come, but to a process that is begun anew."""
     with alone(address):
         try:
-            os.read(0, 1)
+            os.read(users, 1)
         except BlockingIOError:
             return False
         address.unlink()
@@ -282,7 +282,7 @@ def serve(listener: socket.socket) -> None:
     while True:
         ready, _, _ = select.select([listener.fileno(), 0], [], [])
         if listener.fileno() not in ready:
-            if is_left(Path(listener.getsockname())):
+            if is_left(Path(listener.getsockname()), 0):
                 return
             continue
         line, _ = listener.accept()

@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gate.chaos import NO_FINDING
+
 ROOT = Path(__file__).resolve().parents[2]
 AGENTS = Path(os.environ.get("GSPO_TEST_AGENTS", ROOT / ".make" / "agents")).absolute()
 """Of mutants that agents notice: `make test-agents` installs them."""
@@ -23,7 +25,6 @@ COPIED = ("gspo_core", "services", "environments", "examples", "tests", "benchma
 
 
 NOTICED = ("oracle: ", "chaos: FAILED")
-NO_FINDING = "oracle: lengths of what was"
 ALL_IS_WELL = "all is well"
 """Then a run may still fail, because it was too short for what it promised."""
 

@@ -24,6 +24,7 @@ from gspo_core.learner import Learner, context
 from gspo_core.learner.state import MANIFEST
 from gspo_core.learner_config import LearnerConfig, LoraConfig, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.replay.on_ranks import met
 from tests.core.learner_support import GATED, LINEAR, make_learner, make_sequences, with_behavior
 
 NUM_STEPS = 6
@@ -93,7 +94,6 @@ RANK_CASES_LATER = (
     "checkpointed",
     "mixture in bfloat16",
     "bounded by the usual gradient",
-    "attention kept",
     "fused",
 )
 RANK_CASES_SOON = tuple(name for name in RANK_CASES if name not in RANK_CASES_LATER)
@@ -101,22 +101,16 @@ MISTAKE = "gradients averaged where they should be summed"
 
 
 def ranks(root: Path) -> None:
-    dist.init_process_group("gloo")
-    try:
+    with met():
         _run_cases(root, RANK_CASES_SOON)
         publish_adapter(root, root / "low rank", *RANK_CASES["low rank"][:2])
         Learner._backward = lambda self, loss: loss.backward()  # type: ignore[method-assign]
         run_case(root, root / MISTAKE, *RANK_CASES["gspo"])
-    finally:
-        dist.destroy_process_group()
 
 
 def ranks_later(root: Path) -> None:
-    dist.init_process_group("gloo")
-    try:
+    with met():
         _run_cases(root, RANK_CASES_LATER)
-    finally:
-        dist.destroy_process_group()
 
 
 def _run_cases(root: Path, names: tuple[str, ...]) -> None:
@@ -151,8 +145,7 @@ def cases_on(num_ranks: int) -> tuple[str, ...]:
 
 def many(root: Path) -> None:
     """Some cases on whatever number of ranks, and one that goes on from the state of another number."""
-    dist.init_process_group("gloo")
-    try:
+    with met():
         _run_cases(root, cases_on(dist.get_world_size()))
         objective, config, number = RANK_CASES["gspo"]
         learner = make_learner(root / "model", objective, **config)
@@ -160,8 +153,6 @@ def many(root: Path) -> None:
         sequences = make_sequences(number)
         learner.supervised_step(sequences)
         learner.save_weights(root / "from two")
-    finally:
-        dist.destroy_process_group()
 
 
 # Nearly linear in the gradient: AdamW makes a long step of a gradient that is mere rounding.
@@ -197,22 +188,16 @@ DOUBLED = "gradients of a shared micro-batch added up"
 
 def arranged(root: Path) -> None:
     """Some cases in some arrangements of the ranks; and one with a mistake that a test must notice."""
-    dist.init_process_group("gloo")
-    try:
+    with met():
         _arrange(root, SOON)
         context._Joined.backward = staticmethod(added_gradients)  # type: ignore[method-assign,assignment]
         run_case(root, root / DOUBLED / "packed", GATED, {**PACKED, "context_parallel": 2}, 13)
-    finally:
-        dist.destroy_process_group()
 
 
 def rearranged(root: Path) -> None:
     """All the others."""
-    dist.init_process_group("gloo")
-    try:
+    with met():
         _arrange(root, LATER)
-    finally:
-        dist.destroy_process_group()
 
 
 def _arrange(root: Path, pairs: list[tuple[str, str]]) -> None:

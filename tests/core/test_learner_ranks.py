@@ -82,7 +82,7 @@ def test_two_ranks_equal_one_in_all_cases_and_resume(two_ranks: Path, tmp_path: 
     for case in learner_process.RANK_CASES_LATER:
         check_equals_one(two_ranks, tmp_path, case)
         check_resumed(two_ranks, case)
-    check_log_probs(two_ranks, tmp_path, "mixture in bfloat16")
+    check_log_probs(two_ranks, tmp_path / "again", "mixture in bfloat16")
 
 
 @pytest.mark.parametrize("case", ["gspo", "bfloat16"])

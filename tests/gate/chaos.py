@@ -17,7 +17,7 @@ PYTHON = ".venv/bin/python"
 LATE = 3
 """As in `tests/chaos/lateness.py`, which cannot be imported before anything is installed."""
 NO_FINDING = "oracle: lengths of what was"
-"""What the oracle tells of every run, as in `tests/chaos/mutants.py`."""
+"""What the oracle tells of every run."""
 LIMIT_S = 1800.0
 
 

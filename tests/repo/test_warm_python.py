@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.test_time import LONG_S, cpu_s, order
 from tests.apparatus.processes import is_running
-from tests.apparatus.warm_python import Child, WarmPython, interpreter_for, program
+from tests.apparatus.warm_python import Child, WarmPython, interpreter_for, is_left, program
 from tests.heaviest import HEAVIEST
 from tests.services.rollout.rollout_kit import until
 
@@ -185,6 +185,17 @@ def test_who_has_the_same_folder_shares_it_and_the_last_who_leaves_ends_it(tmp_p
     leaving.result()
     (pid,) = pids
     assert not is_running(pid)
+
+
+def test_one_that_is_joined_while_it_ends_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "orders").touch()
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    assert not is_left(tmp_path / "orders", reader)
+    assert (tmp_path / "orders").exists()
+    os.close(writer)
+    assert is_left(tmp_path / "orders", reader)
+    assert not (tmp_path / "orders").exists(), "who comes now begins another"
+    os.close(reader)
 
 
 def test_one_that_was_killed_or_never_began_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

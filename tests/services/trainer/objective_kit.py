@@ -25,6 +25,7 @@ from gspo_core.learner import Learner
 from gspo_core.learner_config import OptimizerConfig
 from gspo_core.log.sequences import train_batch
 from gspo_core.objective_config import AdvantageConfig, ObjectiveConfig
+from gspo_core.replay.on_ranks import met
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
 from tests.core.learner_support import VOCABULARY, make_learner, with_behavior
@@ -103,10 +104,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     root, which = Path(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo")
-    try:
+    with met():
         results = two_steps(root / "model", SOON if which == "soon" else MATRIX)
         if dist.get_rank() == 0:
             (root / "metrics.json").write_text(json.dumps(results))
-    finally:
-        dist.destroy_process_group()
