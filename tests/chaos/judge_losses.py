@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from tests.chaos.evidence import Evidence, JobEvidence
 
 UNREADABLE = "cannot be read"
+# What agents play in, all of a gateway at once.
+KILLS_OF_HOSTS = ("kill hosts of agents", "kill hosts in a stream")
 
 
 def losses_have_their_reason(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
@@ -20,7 +22,7 @@ def losses_have_their_reason(evidence: Evidence, job: JobEvidence) -> Iterator[s
     explained = {
         "dropped_stale": None if job.spec.rollout.on_stale == "drop" else set[int](),
         "dropped_unreadable": turned,
-        "dropped_partial": spoiled | given_up,
+        "dropped_partial": None if _may_have_used_up_retries(job) else spoiled | given_up,
     }
     for (_, step), batch in job.batches.items():
         for reason, groups in batch.extra["dropped"].items():
@@ -32,6 +34,14 @@ def losses_have_their_reason(evidence: Evidence, job: JobEvidence) -> Iterator[s
                 yield f"step {step}: of the {group.size} episodes of group {group.group} some are missing"
     if not _groups(job, "spoil group") and (lost := _num_lost_with_the_queue(evidence, job)):
         yield f"its queue was emptied for damage that nobody had done ({lost} groups)"
+
+
+def _may_have_used_up_retries(job: JobEvidence) -> bool:
+    """An agent's episode is not charged for the first kill of its process from outside. From then on it sits alone, and
+    is charged for each."""
+    kills = [hit for hit in job.hits if hit["kind"] in KILLS_OF_HOSTS]
+    places = range(len(job.spec.environments)) if kills else ()
+    return bool(kills) and len(kills) >= 2 + min(job.spec.episode_limits(place).retries for place in places)
 
 
 def _groups(job: JobEvidence, kind: str) -> set[int]:

@@ -240,6 +240,19 @@ def test_a_loss_without_its_reason_is_found(reason: str, said: str) -> None:
     assert said in losses(job)[0]
 
 
+@pytest.mark.parametrize(("num_kills", "is_explained"), [(3, False), (4, True)])
+def test_an_agents_episode_that_is_killed_again_and_again_is_lost_with_a_reason(
+    num_kills: int, is_explained: bool
+) -> None:
+    """The first kill is nobody's fault; two retries are used up by those after it, and one more ends it."""
+    job: Any = MadeUp()
+    job.batches[2, 3].extra["dropped"] = {"dropped_partial": [5]}
+    job.hits = [{"kind": "kill hosts of agents"}] * (num_kills - 1) + [{"kind": "kill hosts in a stream"}]
+    job.spec.environments = [None]
+    job.spec.episode_limits = lambda _: SimpleNamespace(retries=2)
+    assert (losses(job) == []) == is_explained
+
+
 def test_an_old_group_is_dropped_only_where_the_job_says_so() -> None:
     job = MadeUp()
     assert losses(job) == []
