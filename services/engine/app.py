@@ -45,6 +45,7 @@ from services.engine.protocol import (
 from services.engine.scheduler import DuplicateRequest, RequestFailed
 from services.engine.weight_receiver import JoinBody, LeaveBody, TensorsBody, WeightReceiver, WeightsRefused
 from services.engines.keys import KeyPair
+from services.engines.process_group import gpu_uuid
 from services.files import weight_deltas
 from services.files.weight_deltas import DeltaRefused
 
@@ -280,6 +281,7 @@ class _Handlers:
                 "vocab_size": decoder.vocab_size,
                 "dtype": str(decoder.dtype).removeprefix("torch."),
                 "device": str(decoder.device),
+                **({"gpu_uuid": gpu_uuid(decoder.device)} if decoder.device.type == "cuda" else {}),
                 "status": "ready",
                 "weight_deltas": weight_deltas.FORMAT,
                 "weight_adapters": lora_adapter.FORMAT,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
@@ -47,6 +48,22 @@ class ProcessGroup:
         group, self._group = self._group, None
         if group is not None:
             threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+
+
+def gpu_uuid(device: torch.device | str) -> str:
+    """The same in every process that uses it, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def backend_for(device: str, others: Sequence[str | None]) -> str:
+    """How a process that sends from ``device`` meets those that compute on these GPUs (`Capabilities.gpu`).
+
+    NCCL joins no two processes of one GPU, and none without one: those meet by gloo, from the CPU.
+    """
+    if device == "cpu" or "" in others:
+        return "gloo"
+    known = [gpu_uuid(device), *(gpu for gpu in others if gpu is not None)]
+    return "nccl" if len(set(known)) == len(known) else "gloo"
 
 
 def _broadcast(group: Group | None, tensors: Iterable[Tensor]) -> None:

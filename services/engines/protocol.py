@@ -97,6 +97,8 @@ class Capabilities:
     """Whether it merges published low-rank additions into their base by itself."""
     is_unguarded: bool = False
     """Whether it takes control calls without a key at an address that other machines may reach."""
+    gpu: str | None = None
+    """Which one it computes on, by its UUID; empty: none. None where it does not say."""
     quantization: str = ""
     """The method by which it quantises its weights; empty where it says that it does not, or nothing."""
 

@@ -325,6 +325,7 @@ class EngineClient(HttpEngine):
             num_ranks=num_ranks(said),
             takes_deltas=said.get("weight_deltas") == 1,
             takes_adapters=said.get("weight_adapters") == 1,
+            gpu="" if said.get("device") == "cpu" else _text_or_none(said.get("gpu_uuid")),
             quantization=quantization.named(said.get("quantization")),
             is_unguarded=is_routable(self.url) and await self._takes_control_without_key(),
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from services.engines.errors import EngineDirty, EngineError, EngineRejected
-from services.engines.process_group import ProcessGroup
+from services.engines.process_group import ProcessGroup, backend_for
 from services.engines.protocol import Engine, info_within
 from services.engines.weight_buckets import Bucket
 from services.process.ports import free_port
@@ -70,15 +70,18 @@ class WeightGroup:
     ) -> WeightGroup:
         """A group of this process and ``engines``, which must reach ``host``. All wait for each other.
 
-        ``device`` is where tensors are sent from: by gloo from the CPU, by NCCL from a GPU. EngineRejected: an engine
-        has no groups, or an unknown layout; nothing has changed.
+        ``device`` is where tensors are sent from: a GPU by NCCL to other GPUs, else the CPU by gloo (`backend_for`).
+        EngineRejected: an engine has no groups, or an unknown layout; nothing has changed.
         """
-        sizes = []
+        sizes, gpus = [], []
         for engine in engines:  # find a missing or unsuitable one before anything waits for it
             can = await engine.capabilities()
             if can.group_problem:
                 raise EngineRejected(f"{engine.url}: {can.group_problem}")
             sizes.append(can.num_ranks)
+            gpus.append(can.gpu)
+        backend = backend_for(device, gpus)
+        device = "cpu" if backend == "gloo" else device
         first_ranks = list(itertools.accumulate(sizes, initial=1))
         name = f"weights-{uuid.uuid4().hex}"  # the name of a destroyed group cannot be used again
         place: _MeetingPlace = {
@@ -86,7 +89,7 @@ class WeightGroup:
             "port": free_port(host),
             "world_size": first_ranks.pop(),
             "name": name,
-            "backend": "gloo" if device == "cpu" else "nccl",
+            "backend": backend,
             "timeout_s": timeout_s,
         }
         met = asyncio.create_task(ProcessGroup.join(rank=0, **place))

@@ -132,7 +132,7 @@ class AsAdapters(_EachByItself):
 
 
 class ThroughGroup:
-    """gloo from the CPU, NCCL from a GPU."""
+    """gloo from the CPU, NCCL from a GPU to others."""
 
     sends_to_all = True
 

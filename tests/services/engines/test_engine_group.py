@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.engines import process_group
 from services.engines.errors import EngineRejected
 from services.engines.process_group import ProcessGroup
 from services.engines.sglang import EngineClient
 from services.engines.weight_buckets import buckets_in
+from services.engines.weight_group import WeightGroup
 from services.process.ports import free_port
 from tests.services.engines.engine_kit import Models
 
@@ -121,3 +123,31 @@ async def test_tensors_that_are_sent_one_by_one_are_taken_as_well(engine: Engine
     assert models.deviation(1, PROMPT, answer, 1.0) < TOLERANCE
     await engine.leave_weight_group(name)
     group.close()
+
+
+async def test_a_sender_on_a_gpu_reaches_an_engine_without_one(engine: EngineClient, models: Models) -> None:
+    await engine.pause("retract")
+    group = await WeightGroup.join([engine], device="cuda:0")
+    assert await group.send(buckets_in(models.paths[1], max_bytes=2**14), "job/1/1") is None
+    await group.close()
+    await engine.resume()
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert [span.label for span in answer.spans] == ["job/1/1"]
+    assert models.deviation(1, PROMPT, answer, 1.0) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("others", "backend"),
+    [
+        (["another"], "nccl"),
+        (["another", "third", None], "nccl"),
+        ([None], "nccl"),
+        (["own"], "gloo"),
+        (["another", "another"], "gloo"),
+        (["another", ""], "gloo"),
+    ],
+)
+def test_nccl_joins_different_gpus(monkeypatch: pytest.MonkeyPatch, others: list[str | None], backend: str) -> None:
+    monkeypatch.setattr(process_group, "gpu_uuid", lambda _: "own")
+    assert process_group.backend_for("cuda:0", others) == backend
+    assert process_group.backend_for("cpu", others) == "gloo"
