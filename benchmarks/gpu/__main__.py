@@ -1,0 +1,91 @@
+"""``make gpu-check``, or ``python3 -m benchmarks.gpu``: what a GPU computes, holds and wastes; a table last.
+
+Each part is a process of its own, bounded in time, and what became of it is kept in a folder: the same command goes on
+where it was. Ends with 0 where all that could run passed, with 1 where something failed, and with 77 where nothing ran
+because there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.check import SKIPPED, Place, status_of
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.runner import Ran, conditions, run_part
+
+OUT = Path(".make") / "gpu"
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    parts = _chosen(given.parts)
+    if given.device == "cpu":
+        print("on the CPU, at toy size: this tests the checks, and says nothing about a GPU", flush=True)
+        name, number = "a CPU", given.ranks
+    elif not torch.cuda.is_available():
+        print(f"there is no GPU that torch {torch.__version__} can use: 0 of {len(parts)} parts ran")
+        return SKIPPED
+    else:
+        name, number = torch.cuda.get_device_name(), torch.cuda.device_count()
+        # repeatable products, where torch has them
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    given.out.mkdir(parents=True, exist_ok=True)
+    ran: list[Ran] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(number, Path(folder), given.device, given.device == "cpu", given.trl)
+        known = conditions(place, name)
+        print(", ".join(f"{key} {value}" for key, value in known.items()), flush=True)
+        for part in parts:
+            print(f"{part.name}: {part.words}", flush=True)
+            ran.append(run_part(part, place, given.out, known, again=given.again))
+    results = [result for one in ran for result in one.results]
+    text = "\n".join(table(ran))
+    (given.out / "table.md").write_text(text + "\n")
+    whole = [{"part": one.part.name, "results": [asdict(result) for result in one.results]} for one in ran]
+    (given.out / "table.json").write_text(json.dumps({**known, "parts": whole}, indent=2) + "\n")
+    print(f"\n{text}", flush=True)
+    return status_of(results)
+
+
+def table(ran: Sequence[Ran]) -> list[str]:
+    lines = ["| part | check | became | found | s |", "|---|---|---|---|---:|"]
+    for one in ran:
+        for result in one.results:
+            said = result.said.splitlines()[-1] if result.said else ""
+            became = f"{result.became}, before" if one.is_kept else result.became
+            lines.append(f"| {one.part.name} | {result.name} | {became} | {said} | {result.seconds:.1f} |")
+    return lines
+
+
+def _chosen(names: str) -> list[Part]:
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"there is no part {', '.join(unknown)}: there are {', '.join(known)}")
+    return [known[name] for name in wanted] or list(PARTS)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="", help="only these, separated by commas; left out: all, in their order")
+    parser.add_argument("--again", action="store_true", help="also what passed before")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder for what was found")
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="an interpreter that has TRL, to be measured beside")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: at toy size, to test the checks"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

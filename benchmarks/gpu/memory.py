@@ -1,0 +1,119 @@
+"""Is what a learner holds what `gspo plan` says, and what is the longest sequence that fits?
+
+Measured is what torch's allocator held at most during a step, from the second step on, when there are moments.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.check import Check, Differs, Found, Place
+from benchmarks.gpu.models import model_at, sequences_of
+from gspo_core.learner import Learner
+from gspo_core.learner_config import LearnerConfig, LearnerOptions, LoraConfig
+from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.plan import Choice, choose, read_shape, usable
+from gspo_core.plan import Place as PlanPlace
+
+MODELS: dict[str, tuple[str, LoraConfig | None]] = {
+    "Qwen3-0.6B": ("Qwen3-0.6B", None),
+    "Qwen3-1.7B": ("Qwen3-1.7B", None),
+    "Qwen3-4B": ("Qwen3-4B", None),
+    "Qwen3-8B, low rank": ("Qwen3-8B", LoraConfig(rank=16, base_dtype="bfloat16")),
+}
+LENGTHS, TOY_LENGTHS = (2048, 8192, 32_768), (64, 128)
+WITHIN = 0.1
+GIB = 2**30
+OPEN: dict[str, Any] = {"k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
+
+
+def plan_of(place: Place, options: LearnerOptions, directory: Path, length: int) -> Choice:
+    total = 8 * GIB if place.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    where = PlanPlace(1, "cuda", usable(total), longest=length)
+    return choose(read_shape(directory), options, where)
+
+
+def config_of(choice: Choice, lora: LoraConfig | None) -> LearnerConfig:
+    """What was planned, said as a job would."""
+    return LearnerConfig(
+        dtype="bfloat16",
+        lora=lora,
+        micro_batch_tokens=choice.micro_batch_tokens,
+        activation_checkpointing=choice.activation_checkpointing,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    length: int
+    choice: Choice
+    held: int | None
+    """None where the device does not say."""
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.held is not None and abs(self.choice.peak.device_total / self.held - 1) > WITHIN
+
+    def __str__(self) -> str:
+        if not self.choice.fits:
+            return f"{self.length}: does not fit by the plan"
+        planned = f"{self.choice.peak.device_total / GIB:.2f} GiB planned"
+        how = ", recomputed" if self.choice.activation_checkpointing else ""
+        found = "nothing measured on a CPU" if self.held is None else f"{self.held / GIB:.2f} held"
+        return f"{self.length} ({self.choice.micro_batch_tokens} at once{how}): {planned}, {found}"
+
+
+def held_at_most(device: str) -> int | None:
+    """Since `forget`."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+def forget(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measured(place: Place, directory: Path, lora: LoraConfig | None, length: int) -> Measured:
+    choice = plan_of(place, LearnerOptions(dtype="bfloat16", lora=lora), directory, length)
+    if not choice.fits:
+        return Measured(length, choice, None)
+    number = 2 if place.is_toy else max(2, 2 * choice.micro_batch_tokens // length)
+    batch = sequences_of(number, length, read_shape(directory).vocabulary)
+    objective = ObjectiveConfig(minibatches=1, **OPEN)
+    learner = Learner(directory, config_of(choice, lora), objective, seed=0, device=place.device)
+    try:
+        learner.step(batch)
+        forget(place.device)
+        learner.step(batch)
+        return Measured(length, choice, held_at_most(place.device))
+    finally:
+        learner.close()
+
+
+def held(name: str) -> Check:
+    model, lora = MODELS[name]
+
+    def run(place: Place) -> Found:
+        directory = model_at(place.folder, model, is_toy=place.is_toy)
+        found = []
+        for length in TOY_LENGTHS if place.is_toy else LENGTHS:
+            found.append(measured(place, directory, lora, length))
+            forget(place.device)
+        said = "; ".join(map(str, found))
+        if any(one.is_wrong for one in found):
+            raise Differs(f"more than {WITHIN:.0%} from the plan: {said}")
+        numbers = {f"{one.length}: planned": float(one.choice.peak.device_total) for one in found if one.choice.fits}
+        numbers |= {f"{one.length}: held": float(one.held) for one in found if one.held is not None}
+        return Found(said, numbers)
+
+    return Check(name, run)
+
+
+CHECKS = tuple(held(name) for name in MODELS)

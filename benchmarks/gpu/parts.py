@@ -1,0 +1,33 @@
+"""The parts of the check, in the order in which they are worth having: what is wrong is known before what is slow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from benchmarks.gpu import memory, overlap, right, several, speed, system
+from benchmarks.gpu.check import Check, Place
+
+LIMIT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    """One word: it is typed."""
+    words: str
+    checks: tuple[Check, ...]
+    limit_s: float = LIMIT_S
+    around: Callable[[Place], AbstractContextManager[Place]] = contextlib.nullcontext
+
+
+PARTS = (
+    Part("right", "does it compute what the CPU computes in float64?", right.CHECKS),
+    Part("system", "does the whole service learn, tell the truth and survive?", system.CHECKS, around=system.serving),
+    Part("memory", "is the plan's memory what is held?", memory.CHECKS),
+    Part("speed", "how much of the device's rate is used?", speed.CHECKS),
+    Part("overlap", "does the device wait for anything?", overlap.CHECKS),
+    Part("several", "do several of them learn what one learns?", several.CHECKS, 2 * LIMIT_S),
+)

@@ -1,0 +1,215 @@
+"""How much of a device's rate does an update use, beside a plain loop of transformers with the same kernels?
+
+MFU counts the operations that an update cannot do without, over the maker's dense bfloat16 rate: six for each weight
+that takes part and each token (forward, and twice as much backward), and those of attention over what is before a
+token. What is computed twice to spare memory does not count. Both sides have masters in float32, compute in bfloat16,
+recompute layers, attend by torch's own kernel, and see the same sequences of one length, which share no prompt.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.check import Check, Differs, Found, Place
+from benchmarks.gpu.memory import OPEN
+from benchmarks.gpu.models import model_at, sequences_of
+from benchmarks.gpu.rate import rate as beside_trl
+from gspo_core.batch import TrainSequence
+from gspo_core.learner import Learner
+from gspo_core.learner_config import LearnerConfig, OptimizerConfig
+from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.plan import read_shape
+from gspo_core.plan.machines import DEVICES
+
+SHAPES = (("Qwen3-0.6B", 2048), ("Qwen3-0.6B", 8192), ("Qwen3-1.7B", 8192), ("Qwen3-4B", 8192))
+TOY_LENGTH = 64
+TOKENS_AT_ONCE, TOKENS = 16_384, 65_536
+NUM_UPDATES = 3
+NORM_BOUND = 0.05
+"""Of the gradient's norm: both computed the same."""
+
+
+def operations(directory: Path, length: int) -> float:
+    """That an update cannot do without, a token."""
+    shape = read_shape(directory)
+    return 3 * (2 * shape.num_active() + 4 * shape.num_layers * shape.queries * length / 2)
+
+
+def peak_rate(device: str) -> float | None:
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    known = [one.flops for key, one in DEVICES.items() if key.split("-")[0] in name.lower().replace(" ", "")]
+    return known[0] if known else None
+
+
+def timed(update: Callable[[], float], place: Place) -> tuple[float, float]:
+    """The norm of the first update's gradient, and the median time of those behind it."""
+    norm, seconds = update(), []
+    for _ in range(NUM_UPDATES):
+        _wait(place)
+        began = time.perf_counter()
+        update()
+        _wait(place)
+        seconds.append(time.perf_counter() - began)
+    return norm, sorted(seconds)[len(seconds) // 2]
+
+
+def _wait(place: Place) -> None:
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def our_learner(directory: Path, length: int, place: Place) -> Learner:
+    config = LearnerConfig(
+        optimizer=OptimizerConfig(lr=1e-6, max_grad_norm=None),
+        micro_batch_tokens=max(length, TOKENS_AT_ONCE),
+        dtype="bfloat16",
+        layout="packed",
+        activation_checkpointing=True,
+    )
+    objective = ObjectiveConfig(minibatches=1, correction="none", **OPEN)
+    return Learner(directory, config, objective, seed=0, device=place.device)
+
+
+def plain_update(directory: Path, batch: list[TrainSequence], place: Place) -> Callable[[], float]:
+    """The loop that one writes first: a few rows at once, all logits, the loss written down."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(place.device)
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name in newer releases
+    (enable or model.gradient_checkpointing_enable)()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    at_once = max(1, TOKENS_AT_ONCE // batch[0].num_tokens)
+
+    def update() -> float:
+        for first in range(0, len(batch), at_once):
+            rows = batch[first : first + at_once]
+            ids = torch.stack([torch.from_numpy(one.token_ids.astype("int64")) for one in rows]).to(place.device)
+            mask = torch.stack([torch.from_numpy(one.action_mask[1:]) for one in rows]).to(place.device)
+            advantages = torch.tensor([float(one.advantages) for one in rows], device=place.device)
+            with torch.autocast(place.device, torch.bfloat16):
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            scored = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            mean_log_ratio = ((scored - scored.detach()) * mask).sum(-1) / mask.sum(-1)
+            (-(mean_log_ratio.exp() * advantages).sum() / len(batch)).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    return update
+
+
+def rate(model: str, length: int) -> Check:
+    def run(place: Place) -> Found:
+        directory = model_at(place.folder, model, is_toy=place.is_toy)
+        size = TOY_LENGTH if place.is_toy else length
+        num_tokens = 4 * size if place.is_toy else TOKENS
+        batch = sequences_of(num_tokens // size, size, read_shape(directory).vocabulary)
+        profiled = place.folder / f"profile-{model}-{size}.json"
+        numbers = _ours(directory, batch, num_tokens, place, profiled)
+        _empty(place)
+        numbers |= _beside(directory, batch, num_tokens, place)
+        said = f"{numbers['tokens_per_s']:.0f} tokens/s"
+        if (peak := peak_rate(place.device)) is not None:
+            numbers["mfu"] = numbers["tokens_per_s"] * operations(directory, size) / peak
+            said += f", MFU {numbers['mfu']:.1%}"
+        if "plain_tokens_per_s" in numbers:
+            said += f"; a plain loop {numbers['plain_tokens_per_s']:.0f} tokens/s"
+            if abs(numbers["plain_norm"] / numbers["norm"] - 1) > NORM_BOUND:
+                norms = f"{numbers['norm']:.4g} and {numbers['plain_norm']:.4g}"
+                raise Differs(f"they do not compute the same: norms {norms}; {said}")
+        else:
+            said += "; a plain loop ran out of memory"
+        return Found(said, numbers)
+
+    return Check(f"{model}, {length} tokens", run)
+
+
+def _ours(
+    directory: Path, batch: list[TrainSequence], num_tokens: int, place: Place, profiled: Path
+) -> dict[str, float]:
+    learner = our_learner(directory, batch[0].num_tokens, place)
+    try:
+        norm, seconds = timed(lambda: float(learner.step(batch)["learner/grad_norm"]), place)
+        numbers = {"tokens_per_s": num_tokens / seconds, "norm": norm}
+        if place.device == "cuda":
+            numbers |= _head_is_cut(learner, batch, directory)
+            _profile(learner, batch, profiled, numbers)
+        return numbers
+    finally:
+        learner.close()
+
+
+def _beside(directory: Path, batch: list[TrainSequence], num_tokens: int, place: Place) -> dict[str, float]:
+    try:
+        norm, seconds = timed(plain_update(directory, batch, place), place)
+    except torch.OutOfMemoryError:
+        return {}
+    finally:
+        _empty(place)
+    return {"plain_tokens_per_s": num_tokens / seconds, "plain_norm": norm}
+
+
+def _empty(place: Place) -> None:
+    gc.collect()
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _head_is_cut(learner: Learner, batch: list[TrainSequence], directory: Path) -> dict[str, float]:
+    """No allocation is as large as all logits of a micro-batch in bfloat16."""
+    vocabulary = read_shape(directory).vocabulary
+    whole = 2 * TOKENS_AT_ONCE * vocabulary
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    learner.step(batch)
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    largest = max(
+        (event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"),
+        default=0,
+    )
+    if largest >= whole:
+        raise Differs(f"{largest / 2**30:.1f} GiB at once: all logits of a micro-batch take {whole / 2**30:.1f}")
+    return {"largest_allocation": float(largest)}
+
+
+KINDS = {
+    "products": ("gemm", "cutlass", "nvjet", "cublas", "xmma"),
+    "attention": ("flash", "fmha", "attention", "flex"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def _profile(learner: Learner, batch: list[TrainSequence], path: Path, numbers: dict[str, float]) -> None:
+    """Where the device's time goes in one step, by kind of kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        began = time.perf_counter()
+        learner.step(batch)
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - began
+    spent: dict[str, float] = dict.fromkeys((*KINDS, "others"), 0.0)
+    kernels = []
+    for event in found.key_averages():
+        seconds = event.self_device_time_total / 1e6
+        if seconds and event.device_type.name == "CUDA":
+            kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "others")
+            spent[kind] += seconds
+            kernels.append((seconds, event.count, event.key))
+    numbers |= {f"share of {kind}": seconds / whole for kind, seconds in spent.items()}
+    numbers["share in which the device computes"] = sum(spent.values()) / whole
+    path.write_text(json.dumps({"seconds": whole, "kernels": sorted(kernels, reverse=True)[:60]}, indent=1))
+
+
+CHECKS = (*(rate(model, length) for model, length in SHAPES), Check("beside TRL", beside_trl))

@@ -1,0 +1,257 @@
+"""`make gpu-check` without a GPU: it says that nothing ran, each part passes at toy size, what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import memory, models, right, runner, sending, several, speed, system
+from benchmarks.gpu import rate as rates
+from benchmarks.gpu.__main__ import main, table
+from benchmarks.gpu.check import Check, Differs, NotHere, Place, run_checks, status_of
+from benchmarks.gpu.parts import PARTS, Part
+from gspo_core.learner import attention as learner_attention
+from gspo_core.learner import training
+from gspo_core.plan import read_shape, shape_of
+from services.engines import weight_buckets
+from services.launch import stack as stack_of_a_user
+from tests.apparatus.warm_python import WarmPython
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm_children")]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(1, tmp_path, "cpu", is_toy=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would run")
+def test_without_a_gpu_it_says_that_nothing_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 77
+    said = capsys.readouterr().out
+    assert "no GPU" in said
+    assert f"0 of {len(PARTS)} parts ran" in said
+
+
+def test_a_part_that_is_not_there_is_named() -> None:
+    with pytest.raises(SystemExit, match="no part wrong: there are right, system, memory"):
+        main(["--parts", "wrong,right"])
+
+
+CHECKS = [(part.name, check) for part in PARTS for check in part.checks if part.name not in ("several", "system")]
+
+
+@pytest.mark.parametrize(("part", "check"), CHECKS, ids=[f"{part}-{check.name}" for part, check in CHECKS])
+def test_a_check_passes_on_a_cpu_at_toy_size(part: str, check: Check, place: Place) -> None:
+    (result,) = run_checks([check], place)
+    expected = "did not run" if check.name == "beside TRL" else "passed"
+    assert result.became == expected, result.said
+    assert result.said
+
+
+@pytest.fixture
+def warm_stack(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (stack_of_a_user, system):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(warm_python.path)))
+
+
+@pytest.mark.usefixtures("warm_stack")
+def test_the_whole_service_passes_at_toy_size(place: Place) -> None:
+    with system.serving(place) as serving:
+        results = list(run_checks(system.CHECKS, serving))
+    assert [one.became for one in results] == ["passed"] * 3, "\n".join(map(str, results))
+
+
+def test_weights_that_come_wrong_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right_ones = weight_buckets.buckets_in
+
+    def wrong(directory: Path, max_bytes: int) -> list[weight_buckets.Bucket]:
+        buckets = right_ones(directory, max_bytes)
+        buckets[0].data.zero_()
+        return buckets
+
+    monkeypatch.setattr(sending, "buckets_in", wrong)
+    with pytest.raises(Differs, match="log-probs"):
+        sending.sending(Place(2, tmp_path, "cpu"))
+
+
+def test_a_wrong_kernel_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ignores the window, where values are half precision."""
+    right_one = learner_attention._by_pieces
+
+    def wrong(query: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+        *kept, window = others
+        return right_one(query, *kept, None if query.dtype == torch.bfloat16 else window)
+
+    monkeypatch.setattr(learner_attention, "_by_pieces", wrong)
+    with pytest.raises(Differs, match="apart"):
+        right.attention(place)
+
+
+@pytest.mark.parametrize("loss", right.LOSSES)
+def test_a_loss_that_is_a_hundredth_off_is_found(place: Place, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    right_one = training.policy_loss
+
+    def wrong(config: Any, logprobs: torch.Tensor, *others: Any, **named: Any) -> Any:
+        found, stats = right_one(config, logprobs, *others, **named)
+        return found * (1.01 if config.loss == loss else 1.0), stats
+
+    monkeypatch.setattr(training, "policy_loss", wrong)
+    monkeypatch.setattr(right, "LOSSES", (loss,))
+    with pytest.raises(Differs, match=rf"{loss}, packed: the step"):
+        right.losses("dense", "float32").run(place)
+
+
+def test_moments_that_are_lost_are_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    right_one = training.state.restore_tensors
+
+    def wrong(model: Any, optimizer: Any, *others: Any) -> None:
+        right_one(model, optimizer, *others)
+        optimizer.state.clear()
+
+    monkeypatch.setattr(training.state, "restore_tensors", wrong)
+    with pytest.raises(Differs, match="next step"):
+        right.resuming(place)
+
+
+def test_ranks_are_checked_against_one(tmp_path: Path) -> None:
+    place = Place(2, tmp_path, "cpu", is_toy=True)
+    assert "float32" in several.arranged(2, context_parallel=2)(place)
+    assert (tmp_path / "2-context_parallel2" / "weights").is_dir()
+    with pytest.raises(Differs, match="does not divide"):
+        several.arranged(2, context_parallel=3)(place)
+
+
+def test_another_update_than_the_plain_loops_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    right_one = training.policy_loss
+    monkeypatch.setattr(training, "policy_loss", lambda *given, **named: _doubled(*right_one(*given, **named)))
+    with pytest.raises(Differs, match="do not compute the same"):
+        speed.CHECKS[0].run(place)
+
+
+def _doubled(loss: torch.Tensor, stats: Any) -> Any:
+    return 2 * loss, stats
+
+
+def test_a_plan_that_is_wrong_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that says what it held, as a CPU cannot."""
+    planned: list[int] = []
+    right_one = memory.plan_of
+
+    def plan_of(*given: Any) -> Any:
+        choice = right_one(*given)
+        planned.append(choice.peak.device_total)
+        return choice
+
+    monkeypatch.setattr(memory, "plan_of", plan_of)
+    for factor, is_right in ((1.05, True), (1.2, False), (0.8, False)):
+        monkeypatch.setattr(memory, "held_at_most", lambda _, factor=factor: int(planned[-1] * factor))
+        (result,) = run_checks(memory.CHECKS[:1], place)
+        assert (result.became == "passed") is is_right, result.said
+    assert "from the plan" in result.said
+
+
+def test_a_written_model_has_the_shape_that_was_asked_for(place: Place) -> None:
+    directory = models.model_at(place.folder, "Qwen3-1.7B", is_toy=True)
+    shape = read_shape(directory)
+    wanted = shape_of(models.shape_of_model("Qwen3-1.7B", is_toy=True))
+    assert shape == wanted
+    assert models.model_at(place.folder, "Qwen3-1.7B", is_toy=True) == directory
+    lengths = {one.num_tokens for one in models.sequences_of(9, 40, shape.vocabulary)}
+    assert lengths == {40}
+
+
+def test_what_did_not_run_is_named_and_what_failed_decides(tmp_path: Path) -> None:
+    def fails(_: Place) -> str:
+        raise Differs("wrong")
+
+    def breaks(_: Place) -> str:
+        raise RuntimeError("out of memory")
+
+    def is_elsewhere(_: Place) -> str:
+        raise NotHere("elsewhere")
+
+    checks = [Check("a", lambda _: "fine"), Check("b", fails), Check("c", breaks), Check("d", is_elsewhere)]
+    results = list(run_checks([*checks, Check("e", fails, 4)], Place(1, tmp_path)))
+    assert [one.became for one in results] == ["passed", "failed", "failed", "did not run", "did not run"]
+    assert "it needs 4 GPUs, and there are 1" in str(results[4])
+    assert "out of memory" in results[2].said
+    assert (status_of(results), status_of(results[:1]), status_of(results[3:]), status_of([])) == (1, 0, 77, 77)
+
+
+PART = """
+import json, os, sys, time
+from dataclasses import asdict
+from benchmarks.gpu.check import Result
+name, place, results = sys.argv[1:]
+with open(results, "a") as file:
+    file.write(json.dumps(asdict(Result("a", "passed", "fine", 0.5))) + "\\n")
+print(os.getpid(), flush=True)
+if name == "hangs":
+    time.sleep(600)
+sys.exit(7 if name == "dies" else 0)
+"""
+
+
+@pytest.mark.parametrize(("name", "why"), [("hangs", "2 s were over"), ("dies", "ended with 7")])
+def test_what_takes_a_part_along_is_told_and_what_it_had_found_is_kept(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    part = Part(name, "", (Check("a", _fine), Check("b", _fine), Check("c", _fine)), limit_s=2.0)
+    ran = runner.run_part(part, place, tmp_path, {"code": "x"}, again=False)
+    assert [(one.name, one.became) for one in ran.results] == [("a", "passed"), ("b", "failed"), ("c", "did not run")]
+    assert why in ran.results[1].said
+    assert "b took the part along" in ran.results[2].said
+    assert "| did not run |" in table([ran])[-1]
+
+
+def test_a_part_that_passed_is_not_run_again_unless_something_changed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    part = Part("passes", "", (Check("a", _fine),), limit_s=60.0)
+
+    def ran(code: str, *, again: bool = False) -> bool:
+        return not runner.run_part(part, place, tmp_path, {"code": code}, again=again).is_kept
+
+    assert [ran("x"), ran("x"), ran("x", again=True), ran("y"), ran("y")] == [True, False, True, True, False]
+    assert json.loads((tmp_path / "passes.json").read_text())["results"][0]["said"] == "fine"
+
+
+def _fine(_: Place) -> str:
+    return "fine"
+
+
+def test_what_is_tried_has_a_digest_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gspo_core").mkdir()
+    (tmp_path / "gspo_core" / "a.py").write_text("one")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    before = runner.code_digest()
+    (tmp_path / "gspo_core" / "a.py").write_text("two")
+    assert runner.code_digest() != before
+
+
+def test_the_rate_is_that_of_real_updates(tmp_path: Path) -> None:
+    """On the CPU, with a tiny model: the batch is the one that both sides read."""
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    rates.prepare(tmp_path, shape | heads, groups=2, length=40)
+    batch = json.loads((tmp_path / "batch.json").read_text())
+    assert len(batch["sequences"]) == 16
+    found = rates.ours(tmp_path, "cpu")
+    assert found["tokens_per_s"] > 0
+    assert found["norm"] > 0
+    assert shape_of(rates.QWEN3[rates.MODEL]).num_active() > 5e8
