@@ -5,9 +5,10 @@ One rule: a check that did not run is named so, and a run in which none did is n
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,12 @@ def status_of(results: Sequence[Result]) -> int:
     if "failed" in became:
         return FAILED
     return PASSED if "passed" in became else SKIPPED
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN if any of them is: `max` would pass it over."""
+    known = list(values)
+    return next((value for value in known if math.isnan(value)), max(known))
 
 
 def require_close(found: float, bound: float, what: str) -> str:

@@ -107,6 +107,8 @@ def held(name: str) -> Check:
             found.append(measured(place, directory, lora, length))
             forget(place.device)
         said = "; ".join(map(str, found))
+        if place.device == "cuda" and all(one.held is None for one in found):
+            raise Differs(f"nothing was measured: {said}")
         if any(one.is_wrong for one in found):
             raise Differs(f"more than {WITHIN:.0%} from the plan: {said}")
         numbers = {f"{one.length}: planned": float(one.choice.peak.device_total) for one in found if one.choice.fits}

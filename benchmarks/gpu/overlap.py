@@ -7,12 +7,12 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.check import Check, Found, Place
 from benchmarks.gpu.models import model_at, sequences_of
 from benchmarks.gpu.sending import sent
-from benchmarks.gpu.speed import TOKENS, TOY_LENGTH, our_learner
+from benchmarks.gpu.speed import TOKENS, TOY_LENGTH, our_learner, wait
+from gspo_core.batch import TrainSequence
+from gspo_core.learner import Learner
 from gspo_core.plan import read_shape
 
 MODEL, LENGTH = "Qwen3-1.7B", 8192
@@ -20,24 +20,25 @@ NUM_STEPS = 3
 BUCKET_BYTES = 2**29
 
 
-def _wait(place: Place) -> None:
-    if place.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def publishing(place: Place) -> Found:
-    """Steps alone, and steps during which the weights of the one before are written, as a trainer does it."""
+def _begun(place: Place) -> tuple[Learner, list[TrainSequence]]:
+    """A learner that has taken its first step, and what it takes steps on."""
     directory = model_at(place.folder, MODEL, is_toy=place.is_toy)
     length = TOY_LENGTH if place.is_toy else LENGTH
     batch = sequences_of(4 if place.is_toy else TOKENS // length, length, read_shape(directory).vocabulary)
     learner = our_learner(directory, length, place)
     learner.step(batch)
+    return learner, batch
+
+
+def publishing(place: Place) -> Found:
+    """Steps alone, and steps during which the weights of the one before are written, as a trainer does it."""
+    learner, batch = _begun(place)
 
     def timed_step() -> float:
-        _wait(place)
+        wait(place)
         began = time.perf_counter()
         learner.step(batch)
-        _wait(place)
+        wait(place)
         return time.perf_counter() - began
 
     alone = sorted(timed_step() for _ in range(NUM_STEPS))[NUM_STEPS // 2]
@@ -45,7 +46,7 @@ def publishing(place: Place) -> Found:
     for number in range(NUM_STEPS):
         began = time.perf_counter()
         copy = learner.copy_weights()
-        _wait(place)
+        wait(place)
         copying.append(time.perf_counter() - began)
         target = place.folder / f"published-{number}"
         target.mkdir()
@@ -81,19 +82,15 @@ def publishing(place: Place) -> Found:
 
 def assembling(place: Place) -> Found:
     """How long the device's next batch takes on the CPU, as a share of its step."""
-    directory = model_at(place.folder, MODEL, is_toy=place.is_toy)
-    length = TOY_LENGTH if place.is_toy else LENGTH
-    batch = sequences_of(4 if place.is_toy else TOKENS // length, length, read_shape(directory).vocabulary)
-    learner = our_learner(directory, length, place)
-    learner.step(batch)
-    _wait(place)
+    learner, batch = _begun(place)
+    wait(place)
     began = time.perf_counter()
     learner._prepare(batch, range(len(batch)))
-    _wait(place)
+    wait(place)
     preparing = time.perf_counter() - began
     began = time.perf_counter()
     learner.step(batch)
-    _wait(place)
+    wait(place)
     step = time.perf_counter() - began
     learner.close()
     numbers = {"prepare_s": preparing, "step_s": step}

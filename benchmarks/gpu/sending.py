@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu.check import Differs, Found, Place, require_close
+from benchmarks.gpu.check import Differs, Found, Place, largest, require_close
 from services.engines.http_engine import open_http
 from services.engines.sglang import EngineClient
 from services.engines.weight_buckets import buckets_in
@@ -66,9 +66,9 @@ async def _compare(url: str, first: Path, second: Path, through: str, bucket_byt
         await group.close()
         await engine.load_weights(second, "job/1/2")
         read, _ = await engine.score(IDS)
-    if max(abs(one - two) for one, two in zip(before, read, strict=True)) <= BOUND:
+    if largest(abs(one - two) for one, two in zip(before, read, strict=True)) <= BOUND:
         raise Differs("both models have the same log-probs: nothing was compared")
-    apart = max(abs(one - two) for one, two in zip(sent, read, strict=True))
+    apart = largest(abs(one - two) for one, two in zip(sent, read, strict=True))
     num = sum(bucket.data.numel() for bucket in buckets)
     said = f"{num / 2**20:.2f} MiB in {len(buckets)} blocks, {seconds:.2f} s"
     return Found(f"{require_close(apart, BOUND, 'log-probs')}; {said}", {"bytes_per_s": num / seconds})

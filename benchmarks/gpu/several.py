@@ -23,8 +23,15 @@ from benchmarks.gpu.right import FLOAT_BOUND, two_steps
 from benchmarks.gpu.sending import sending
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig
-from tests.core.learner_support import GATED, LINEAR, largest_difference, make_sequences, with_behavior, write_model
-from tests.core.test_learner_ranks import load_weights
+from tests.core.learner_support import (
+    GATED,
+    LINEAR,
+    largest_difference,
+    load_weights,
+    make_sequences,
+    with_behavior,
+    write_model,
+)
 
 _TIMEOUT_S = 600
 

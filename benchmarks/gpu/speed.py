@@ -22,6 +22,7 @@ from benchmarks.gpu.memory import OPEN
 from benchmarks.gpu.models import model_at, sequences_of
 from benchmarks.gpu.rate import rate as beside_trl
 from gspo_core.batch import TrainSequence
+from gspo_core.bounds import exceeds
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
@@ -52,15 +53,15 @@ def timed(update: Callable[[], float], place: Place) -> tuple[float, float]:
     """The norm of the first update's gradient, and the median time of those behind it."""
     norm, seconds = update(), []
     for _ in range(NUM_UPDATES):
-        _wait(place)
+        wait(place)
         began = time.perf_counter()
         update()
-        _wait(place)
+        wait(place)
         seconds.append(time.perf_counter() - began)
     return norm, sorted(seconds)[len(seconds) // 2]
 
 
-def _wait(place: Place) -> None:
+def wait(place: Place) -> None:
     if place.device == "cuda":
         torch.cuda.synchronize()
 
@@ -125,7 +126,7 @@ def rate(model: str, length: int) -> Check:
             said += f", MFU {numbers['mfu']:.1%}"
         if "plain_tokens_per_s" in numbers:
             said += f"; a plain loop {numbers['plain_tokens_per_s']:.0f} tokens/s"
-            if abs(numbers["plain_norm"] / numbers["norm"] - 1) > NORM_BOUND:
+            if exceeds(abs(numbers["plain_norm"] / numbers["norm"] - 1), NORM_BOUND):
                 norms = f"{numbers['norm']:.4g} and {numbers['plain_norm']:.4g}"
                 raise Differs(f"they do not compute the same: norms {norms}; {said}")
         else:
@@ -178,7 +179,7 @@ def _head_is_cut(learner: Learner, batch: list[TrainSequence], directory: Path) 
         (event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"),
         default=0,
     )
-    if largest >= whole:
+    if not 0 < largest < whole:
         raise Differs(f"{largest / 2**30:.1f} GiB at once: all logits of a micro-batch take {whole / 2**30:.1f}")
     return {"largest_allocation": float(largest)}
 

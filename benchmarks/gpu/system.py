@@ -26,6 +26,7 @@ from examples.demo import demo, demonstrations, model
 from examples.demo.provenance import HALF_TOLERANCE, TOLERANCE, Provenance
 from examples.demo.report import DemoResult
 from gspo_core.api_answers import Job
+from gspo_core.bounds import exceeds
 from gspo_core.client import Client
 from gspo_core.descendants import parents
 from gspo_core.log.steps import train_again
@@ -134,7 +135,7 @@ def survives(place: Place) -> Found:
     if job["step"] != job["steps"] or job["attempt"] < 2:
         raise Differs(f"the job ended at step {job['step']} of {job['steps']}, in attempt {job['attempt']}")
     share = apart_when_trained_again(DataDir(place.service.config.data_dir).jobs.job(job["id"]).path, job["step"])
-    if share > (APART if place.device == "cuda" else 0.0):
+    if exceeds(share, APART if place.device == "cuda" else 0.0):
         raise Differs(f"trained again in one go it ends elsewhere: {share:.2g} of its way apart; {true}")
     same = "bit for bit" if share == 0.0 else f"within {share:.1e} of its way"
     said = f"{job['step']} steps, the last ones in attempt {job['attempt']}, as trained without a death, {same}; {true}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch
 from benchmarks.gpu import memory, models, right, runner, sending, several, speed, system
 from benchmarks.gpu import rate as rates
 from benchmarks.gpu.__main__ import main, table
-from benchmarks.gpu.check import Check, Differs, NotHere, Place, run_checks, status_of
+from benchmarks.gpu.check import Check, Differs, NotHere, Place, largest, run_checks, status_of
 from benchmarks.gpu.parts import PARTS, Part
 from gspo_core.learner import attention as learner_attention
 from gspo_core.learner import training
@@ -22,6 +24,7 @@ from gspo_core.plan import read_shape, shape_of
 from services.engines import weight_buckets
 from services.launch import stack as stack_of_a_user
 from tests.apparatus.warm_python import WarmPython
+from tests.core.learner_support import largest_difference
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm_children")]
 
@@ -106,6 +109,28 @@ def test_a_loss_that_is_a_hundredth_off_is_found(place: Place, monkeypatch: pyte
     monkeypatch.setattr(right, "LOSSES", (loss,))
     with pytest.raises(Differs, match=rf"{loss}, packed: the step"):
         right.losses("dense", "float32").run(place)
+
+
+def test_what_is_no_number_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's `max` passes NaN over."""
+    assert [math.isnan(largest(given)) for given in ([0.1, math.nan], [math.nan, 0.1], [0.1, 0.2])] == [
+        True,
+        True,
+        False,
+    ]
+    right_one = learner_attention._by_pieces
+    monkeypatch.setattr(learner_attention, "_by_pieces", lambda *given: [one * math.nan for one in right_one(*given)])
+    with pytest.raises(Differs, match="nan apart"):
+        right.attention(place)
+    weights = {"a": torch.zeros(2), "b": torch.tensor([0.0, math.nan])}
+    assert math.isnan(largest_difference({"a": torch.zeros(2), "b": torch.zeros(2)}, weights))
+
+
+def test_the_command_needs_no_pytest() -> None:
+    """A machine with a GPU may have none."""
+    program = "import sys; sys.modules['pytest'] = None; import benchmarks.gpu.__main__"
+    tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert tried.returncode == 0, tried.stderr
 
 
 def test_moments_that_are_lost_are_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 from gspo_core.batch import TrainSequence
@@ -105,4 +106,10 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
+    """NaN where any is: Python's `max` would pass it over, torch's does not."""
+    return float(torch.stack([(first[name] - second[name]).abs().max().double() for name in first]).max())
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = map(load_file, sorted(directory.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}

@@ -21,12 +21,13 @@ from tests.core.learner_process import ARRANGED
 from tests.core.learner_support import (
     MIXTURE,
     largest_difference,
+    load_weights,
     make_learner,
     make_sequences,
     with_behavior,
     write_model,
 )
-from tests.core.test_learner_ranks import TOLERANCE, check_same, load_weights, run_ranks
+from tests.core.test_learner_ranks import TOLERANCE, check_same, run_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("warm_children")]
 SHAPES = {

@@ -23,6 +23,7 @@ from tests.core import learner_process
 from tests.core.learner_support import (
     MIXTURE,
     largest_difference,
+    load_weights,
     make_learner,
     make_sequences,
     with_behavior,
@@ -102,11 +103,6 @@ def tolerance_of(case: str) -> float:
     if "bfloat16" in case:
         return HALF_TOLERANCE
     return EIGHT_BIT_TOLERANCE if "eight bits" in case else TOLERANCE
-
-
-def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    files = map(load_file, sorted(directory.glob("*.safetensors")))
-    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def check_same(model: Path, first: Path, second: Path, tolerance: float = TOLERANCE) -> None:
