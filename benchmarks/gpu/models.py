@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.gpu.check import Place
 from benchmarks.model_shapes import QWEN3
 from gspo_core.batch import TrainSequence
 
@@ -37,14 +40,20 @@ def shape_of_model(name: str, *, is_toy: bool) -> dict[str, Any]:
     return {**QWEN3[name], **TOY} if is_toy else QWEN3[name]
 
 
-def model_at(folder: Path, name: str, *, is_toy: bool) -> Path:
+def model_at(place: Place, name: str) -> Path:
     """Its directory, in bfloat16."""
-    directory = folder / name
-    if (directory / "config.json").exists():
-        return directory
+    directory = place.models / name
+    if not directory.exists():
+        half = place.models / f".{name}.half"
+        shutil.rmtree(half, ignore_errors=True)
+        _make(half, shape_of_model(name, is_toy=place.is_toy))
+        os.replace(half, directory)
+    return directory
+
+
+def _make(directory: Path, shape: dict[str, Any]) -> None:
     import transformers
 
-    shape = shape_of_model(name, is_toy=is_toy)
     named = {key: value for key, value in shape.items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(
         shape["model_type"], **named, max_position_embeddings=40_960, bos_token_id=0, eos_token_id=1, pad_token_id=0
@@ -52,11 +61,10 @@ def model_at(folder: Path, name: str, *, is_toy: bool) -> Path:
     config.architectures = ["Qwen3ForCausalLM"]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True)
     _write(directory, {key: tuple(value.shape) for key, value in model.named_parameters()})
     config.dtype = "bfloat16"
     config.save_pretrained(directory)
-    return directory
 
 
 def _write(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -20,9 +21,13 @@ NUM_STEPS = 3
 BUCKET_BYTES = 2**29
 
 
+def prepare(place: Place) -> None:
+    _other(model_at(place, MODEL), place.models / f"{MODEL}-other")
+
+
 def _begun(place: Place) -> tuple[Learner, list[TrainSequence]]:
     """A learner that has taken its first step, and what it takes steps on."""
-    directory = model_at(place.folder, MODEL, is_toy=place.is_toy)
+    directory = model_at(place, MODEL)
     length = TOY_LENGTH if place.is_toy else LENGTH
     batch = sequences_of(4 if place.is_toy else TOKENS // length, length, read_shape(directory).vocabulary)
     learner = our_learner(directory, length, place)
@@ -99,8 +104,8 @@ def assembling(place: Place) -> Found:
 
 def to_an_engine(place: Place) -> Found:
     """To a second process on the same device."""
-    first = model_at(place.folder, MODEL, is_toy=place.is_toy)
-    second = _other(first, place.folder / f"{MODEL}-other")
+    first = model_at(place, MODEL)
+    second = _other(first, place.models / f"{MODEL}-other")
     return sent(first, second, place, engine=0, through="cpu", bucket_bytes=2**16 if place.is_toy else BUCKET_BYTES)
 
 
@@ -109,10 +114,14 @@ def _other(model: Path, target: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     if not target.exists():
-        shutil.copytree(model, target)
-        for path in target.glob("*.safetensors"):
+        half = target.with_name(f".{target.name}.half")
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(model, half)
+        for path in half.glob("*.safetensors"):
             tensors = {name: one * 1.5 if one.ndim > 1 else one for name, one in load_file(path).items()}
+            path.unlink()  # those that were read may still be mapped from it
             save_file(tensors, path, metadata={"format": "pt"})
+        os.replace(half, target)
     return target
 
 

@@ -1,38 +1,39 @@
-"""One part in a process of its own: ``python -m benchmarks.gpu.part NAME PLACE.json RESULTS.jsonl``.
+"""One part in a process of its own: ``python -m benchmarks.gpu.part NAME PLACE.json RESULTS.jsonl CHECK...``.
 
 A line for each check as it ends, so that what runs out of time, or takes its process with it, keeps what it had found.
+With ``--prepare`` in place of the results it makes what the part needs, and checks nothing.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.gpu.check import Place, run_checks
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.check import PREPARE, Place, place_of, run_checks
+from benchmarks.gpu.parts import PARTS, Part
 
 
-def place_of(record: dict[str, object]) -> Place:
-    trl = record["trl"]
-    return Place(
-        num_gpus=int(str(record["num_gpus"])),
-        folder=Path(str(record["folder"])),
-        device=str(record["device"]),
-        is_toy=bool(record["is_toy"]),
-        trl=None if trl is None else Path(str(trl)),
-    )
-
-
-def main(name: str, place: Path, results: Path) -> None:
+def main(name: str, place: Path, results: str, names: Sequence[str]) -> None:
     (part,) = (one for one in PARTS if one.name == name)
-    with part.around(place_of(json.loads(place.read_text()))) as inside, results.open("a") as file:
-        for result in run_checks(part.checks, inside):
+    here = place_of(json.loads(place.read_text()))
+    if results == PREPARE:
+        if part.prepare is not None:
+            part.prepare(here)
+        return
+    check(part, here, Path(results), names)
+
+
+def check(part: Part, place: Place, results: Path, names: Sequence[str]) -> None:
+    wanted = [one for one in part.checks if one.name in names]
+    with part.around(place) as inside, results.open("a") as file:
+        for result in run_checks(wanted, inside):
             print(f"  {result}", flush=True)
             file.write(json.dumps(asdict(result)) + "\n")
             file.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

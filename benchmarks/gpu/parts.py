@@ -11,6 +11,7 @@ from benchmarks.gpu import memory, overlap, right, several, speed, system
 from benchmarks.gpu.check import Check, Place
 
 LIMIT_S = 100.0
+"""A part that needs more is gone on with by the next run."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,23 @@ class Part:
     words: str
     checks: tuple[Check, ...]
     limit_s: float = LIMIT_S
+    prepare: Callable[[Place], None] | None = None
+    """Makes what it needs to begin. It runs while the part before it does, and finds what it made before."""
     around: Callable[[Place], AbstractContextManager[Place]] = contextlib.nullcontext
 
 
 PARTS = (
     Part("right", "does it compute what the CPU computes in float64?", right.CHECKS),
-    Part("system", "does the whole service learn, tell the truth and survive?", system.CHECKS, around=system.serving),
-    Part("memory", "is the plan's memory what is held?", memory.CHECKS),
-    Part("speed", "how much of the device's rate is used?", speed.CHECKS),
-    Part("overlap", "does the device wait for anything?", overlap.CHECKS),
+    Part(
+        "system",
+        "does the whole service learn, tell the truth and survive?",
+        system.CHECKS,
+        prepare=system.prepare,
+        around=system.serving,
+    ),
+    Part("group", "can an engine in bfloat16 be sent its weights?", system.GROUP_CHECKS, prepare=system.prepare),
+    Part("memory", "is the plan's memory what is held?", memory.CHECKS, prepare=memory.prepare),
+    Part("speed", "how much of the device's rate is used?", speed.CHECKS, prepare=speed.prepare),
+    Part("overlap", "does the device wait for anything?", overlap.CHECKS, 60.0, prepare=overlap.prepare),
     Part("several", "do several of them learn what one learns?", several.CHECKS, 2 * LIMIT_S),
 )

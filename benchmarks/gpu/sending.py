@@ -17,6 +17,7 @@ from services.engines.http_engine import open_http
 from services.engines.sglang import EngineClient
 from services.engines.weight_buckets import buckets_in
 from services.engines.weight_group import WeightGroup
+from services.process.children import die_with_parent
 from services.process.ports import free_port
 from tests.core.learner_support import write_model
 
@@ -38,7 +39,7 @@ def sent(first: Path, second: Path, place: Place, *, engine: int, through: str, 
     port = free_port()
     device = place.device if place.device == "cpu" else f"cuda:{engine}"
     command = [sys.executable, "-m", "services.engine", "--model", str(first), "--port", str(port), "--device", device]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent())
     try:
         return asyncio.run(_compare(f"http://127.0.0.1:{port}", first, second, through, bucket_bytes))
     finally:

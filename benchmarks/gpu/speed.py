@@ -8,10 +8,11 @@ recompute layers, attend by torch's own kernel, and see the same sequences of on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from gspo_core.plan.machines import DEVICES
 
 SHAPES = (("Qwen3-0.6B", 2048), ("Qwen3-0.6B", 8192), ("Qwen3-1.7B", 8192), ("Qwen3-4B", 8192))
 TOY_LENGTH = 64
-TOKENS_AT_ONCE, TOKENS = 16_384, 65_536
+TOKENS_AT_ONCE, TOKENS = 16_384, 32_768
 NUM_UPDATES = 3
 NORM_BOUND = 0.05
 """Of the gradient's norm: both computed the same."""
@@ -49,16 +50,21 @@ def peak_rate(device: str) -> float | None:
     return known[0] if known else None
 
 
-def timed(update: Callable[[], float], place: Place) -> tuple[float, float]:
-    """The norm of the first update's gradient, and the median time of those behind it."""
-    norm, seconds = update(), []
+def prepare(place: Place) -> None:
+    for model, _ in SHAPES:
+        model_at(place, model)
+
+
+def timed(update: Callable[[], object], place: Place) -> float:
+    """The median time of some updates, of which none is the first."""
+    seconds = []
     for _ in range(NUM_UPDATES):
         wait(place)
         began = time.perf_counter()
         update()
         wait(place)
         seconds.append(time.perf_counter() - began)
-    return norm, sorted(seconds)[len(seconds) // 2]
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def wait(place: Place) -> None:
@@ -112,7 +118,7 @@ def plain_update(directory: Path, batch: list[TrainSequence], place: Place) -> C
 
 def rate(model: str, length: int) -> Check:
     def run(place: Place) -> Found:
-        directory = model_at(place.folder, model, is_toy=place.is_toy)
+        directory = model_at(place, model)
         size = TOY_LENGTH if place.is_toy else length
         num_tokens = 4 * size if place.is_toy else TOKENS
         batch = sequences_of(num_tokens // size, size, read_shape(directory).vocabulary)
@@ -141,10 +147,11 @@ def _ours(
 ) -> dict[str, float]:
     learner = our_learner(directory, batch[0].num_tokens, place)
     try:
-        norm, seconds = timed(lambda: float(learner.step(batch)["learner/grad_norm"]), place)
-        numbers = {"tokens_per_s": num_tokens / seconds, "norm": norm}
+        with _allocations(place) as sizes:
+            norm = float(learner.step(batch)["learner/grad_norm"])
+        numbers = {"tokens_per_s": num_tokens / timed(lambda: learner.step(batch), place), "norm": norm}
         if place.device == "cuda":
-            numbers |= _head_is_cut(learner, batch, directory)
+            numbers["largest_allocation"] = float(_without_all_logits(sizes, directory))
             _profile(learner, batch, profiled, numbers)
         return numbers
     finally:
@@ -153,7 +160,8 @@ def _ours(
 
 def _beside(directory: Path, batch: list[TrainSequence], num_tokens: int, place: Place) -> dict[str, float]:
     try:
-        norm, seconds = timed(plain_update(directory, batch, place), place)
+        update = plain_update(directory, batch, place)
+        norm, seconds = update(), timed(update, place)
     except torch.OutOfMemoryError:
         return {}
     finally:
@@ -167,21 +175,30 @@ def _empty(place: Place) -> None:
         torch.cuda.empty_cache()
 
 
-def _head_is_cut(learner: Learner, batch: list[TrainSequence], directory: Path) -> dict[str, float]:
-    """No allocation is as large as all logits of a micro-batch in bfloat16."""
-    vocabulary = read_shape(directory).vocabulary
-    whole = 2 * TOKENS_AT_ONCE * vocabulary
-    torch.cuda.memory._record_memory_history(max_entries=200_000)
-    learner.step(batch)
-    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    largest = max(
-        (event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"),
-        default=0,
-    )
+@contextlib.contextmanager
+def _allocations(place: Place) -> Iterator[list[int]]:
+    """The sizes of all that the device allocates meanwhile."""
+    sizes: list[int] = []
+    if place.device != "cuda":
+        yield sizes
+        return
+    # sizes alone: who allocated what would cost more than the update
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)
+    try:
+        yield sizes
+    finally:
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        sizes += [one["size"] for trace in snapshot["device_traces"] for one in trace if one["action"] == "alloc"]
+
+
+def _without_all_logits(sizes: Sequence[int], directory: Path) -> int:
+    """The largest of them, which is smaller than all logits of a micro-batch in bfloat16."""
+    whole = 2 * TOKENS_AT_ONCE * read_shape(directory).vocabulary
+    largest = max(sizes, default=0)
     if not 0 < largest < whole:
         raise Differs(f"{largest / 2**30:.1f} GiB at once: all logits of a micro-batch take {whole / 2**30:.1f}")
-    return {"largest_allocation": float(largest)}
+    return largest
 
 
 KINDS = {
@@ -204,7 +221,7 @@ def _profile(learner: Learner, batch: list[TrainSequence], path: Path, numbers: 
     kernels = []
     for event in found.key_averages():
         seconds = event.self_device_time_total / 1e6
-        if seconds and event.device_type.name == "CUDA":
+        if seconds and event.device_type.name == "CUDA" and not event.is_user_annotation:
             kind = next((kind for kind, words in KINDS.items() if any(w in event.key.lower() for w in words)), "others")
             spent[kind] += seconds
             kernels.append((seconds, event.count, event.key))

@@ -49,9 +49,14 @@ TOY_COURSE = dataclasses.replace(demonstrations.COURSE, num_practice=8, num_whol
 
 
 def demo_model(place: Place) -> Path:
-    directory = place.folder / "demo-model"
+    directory = place.models / "demo-model"
     model.make_demo_model(directory, taught=TOY_COURSE if place.is_toy else demonstrations.COURSE, say=lambda _: None)
     return directory
+
+
+def prepare(place: Place) -> None:
+    """It takes half a minute of a CPU's core."""
+    demo_model(place)
 
 
 def spec_of(place: Place, steps: int, changes: Mapping[str, Any]) -> JobSpec:
@@ -68,11 +73,18 @@ def spec_of(place: Place, steps: int, changes: Mapping[str, Any]) -> JobSpec:
 @contextlib.contextmanager
 def serving(place: Place, engine: EngineCommand | None = None) -> Iterator[Place]:
     """With a stack, whose trainer and engine share the first GPU."""
-    devices = ("0",) if place.device == "cuda" else ()
     folder = place.folder / ("service" if engine is None else "service-half")
-    config = StackConfig(folder, demo_model(place), port=0, environment=demo.NO_KEYS, devices=devices, engine=engine)
+    config = StackConfig(
+        folder, demo_model(place), port=0, environment=demo.NO_KEYS, devices=first_gpu(place), engine=engine
+    )
     with Stack(config) as stack:
         yield dataclasses.replace(place, service=stack)
+
+
+def first_gpu(place: Place) -> tuple[str, ...]:
+    """As this process was given it: a machine that others use too may have said which."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    return (given[0],) if place.device == "cuda" else ()
 
 
 def half_precision(device: str) -> EngineCommand:
@@ -186,6 +198,6 @@ def kill_attempt(place: Place, name: str | None) -> None:
 
 CHECKS = (
     Check("the demo learns", learns),
-    Check("weights through a group, an engine in bfloat16", through_a_group),
     Check("a trainer that is killed", survives),
 )
+GROUP_CHECKS = (Check("weights through a group, an engine in bfloat16", through_a_group),)

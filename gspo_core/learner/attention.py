@@ -7,6 +7,7 @@ anything beyond causal and sliding-window attention. It builds no full mask: pac
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import torch
@@ -121,11 +122,13 @@ def _by_kernel(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if index.key_index is not None:
         k, v = k.index_select(0, index.key_index), v.index_select(0, index.key_index)
+    # torch 2.11 has no such argument, and hands heads that share keys to the kernel unasked
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     output = varlen_attn(
         *(q, k, v, index.query_ends, index.key_ends, index.longest_query, index.longest_key),
         scale=scaling,
         window_size=(-1, 0) if window is None else (window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **(grouped if query.shape[1] != key.shape[1] else {}),
     )
     assert isinstance(output, Tensor)
     return output[None]

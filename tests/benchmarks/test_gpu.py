@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm_children")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(1, tmp_path, "cpu", is_toy=True)
+    return Place(1, tmp_path, tmp_path, "cpu", is_toy=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would run")
@@ -43,11 +44,13 @@ def test_without_a_gpu_it_says_that_nothing_ran(capsys: pytest.CaptureFixture[st
 
 
 def test_a_part_that_is_not_there_is_named() -> None:
-    with pytest.raises(SystemExit, match="no part wrong: there are right, system, memory"):
+    with pytest.raises(SystemExit, match="no part wrong: there are right, system, group, memory"):
         main(["--parts", "wrong,right"])
 
 
-CHECKS = [(part.name, check) for part in PARTS for check in part.checks if part.name not in ("several", "system")]
+CHECKS = [
+    (part.name, check) for part in PARTS for check in part.checks if part.name not in ("several", "system", "group")
+]
 
 
 @pytest.mark.parametrize(("part", "check"), CHECKS, ids=[f"{part}-{check.name}" for part, check in CHECKS])
@@ -67,7 +70,7 @@ def warm_stack(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("warm_stack")
 def test_the_whole_service_passes_at_toy_size(place: Place) -> None:
     with system.serving(place) as serving:
-        results = list(run_checks(system.CHECKS, serving))
+        results = list(run_checks([*system.CHECKS, *system.GROUP_CHECKS], serving))
     assert [one.became for one in results] == ["passed"] * 3, "\n".join(map(str, results))
 
 
@@ -81,7 +84,7 @@ def test_weights_that_come_wrong_are_found(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sending, "buckets_in", wrong)
     with pytest.raises(Differs, match="log-probs"):
-        sending.sending(Place(2, tmp_path, "cpu"))
+        sending.sending(Place(2, tmp_path, tmp_path, "cpu"))
 
 
 def test_a_wrong_kernel_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ def test_moments_that_are_lost_are_found(place: Place, monkeypatch: pytest.Monke
 
 
 def test_ranks_are_checked_against_one(tmp_path: Path) -> None:
-    place = Place(2, tmp_path, "cpu", is_toy=True)
+    place = Place(2, tmp_path, tmp_path, "cpu", is_toy=True)
     assert "float32" in several.arranged(2, context_parallel=2)(place)
     assert (tmp_path / "2-context_parallel2" / "weights").is_dir()
     with pytest.raises(Differs, match="does not divide"):
@@ -183,11 +186,11 @@ def test_a_plan_that_is_wrong_is_found(place: Place, monkeypatch: pytest.MonkeyP
 
 
 def test_a_written_model_has_the_shape_that_was_asked_for(place: Place) -> None:
-    directory = models.model_at(place.folder, "Qwen3-1.7B", is_toy=True)
+    directory = models.model_at(place, "Qwen3-1.7B")
     shape = read_shape(directory)
     wanted = shape_of(models.shape_of_model("Qwen3-1.7B", is_toy=True))
     assert shape == wanted
-    assert models.model_at(place.folder, "Qwen3-1.7B", is_toy=True) == directory
+    assert models.model_at(place, "Qwen3-1.7B") == directory
     lengths = {one.num_tokens for one in models.sequences_of(9, 40, shape.vocabulary)}
     assert lengths == {40}
 
@@ -203,7 +206,7 @@ def test_what_did_not_run_is_named_and_what_failed_decides(tmp_path: Path) -> No
         raise NotHere("elsewhere")
 
     checks = [Check("a", lambda _: "fine"), Check("b", fails), Check("c", breaks), Check("d", is_elsewhere)]
-    results = list(run_checks([*checks, Check("e", fails, 4)], Place(1, tmp_path)))
+    results = list(run_checks([*checks, Check("e", fails, 4)], Place(1, tmp_path, tmp_path)))
     assert [one.became for one in results] == ["passed", "failed", "failed", "did not run", "did not run"]
     assert "it needs 4 GPUs, and there are 1" in str(results[4])
     assert "out of memory" in results[2].said
@@ -214,9 +217,13 @@ PART = """
 import json, os, sys, time
 from dataclasses import asdict
 from benchmarks.gpu.check import Result
-name, place, results = sys.argv[1:]
+name, place, results, *checks = sys.argv[1:]
+if results == "--prepare":
+    sys.exit(3 if name == "unready" else 0)
 with open(results, "a") as file:
-    file.write(json.dumps(asdict(Result("a", "passed", "fine", 0.5))) + "\\n")
+    for check in checks[: 9 if name == "passes" or "b" not in checks else 1]:
+        file.write(json.dumps(asdict(Result(check, "passed", "fine", 0.5))) + "\\n")
+    file.write('{"name": "torn')
 print(os.getpid(), flush=True)
 if name == "hangs":
     time.sleep(600)
@@ -235,19 +242,51 @@ def test_what_takes_a_part_along_is_told_and_what_it_had_found_is_kept(
     assert why in ran.results[1].said
     assert "b took the part along" in ran.results[2].said
     assert "| did not run |" in table([ran])[-1]
+    gone_on = runner.run_part(part, place, tmp_path, {"code": "x"}, again=False)
+    became = [(one.name, one.became) for one in gone_on.results]
+    assert became == [("a", "passed"), ("b", "passed"), ("c", "failed")]
+    assert gone_on.kept == {"a"}
 
 
-def test_a_part_that_passed_is_not_run_again_unless_something_changed(
+def test_a_process_that_dies_after_its_last_check_has_failed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
-    part = Part("passes", "", (Check("a", _fine),), limit_s=60.0)
+    part = Part("dies", "", (Check("a", _fine),))
+    for _ in range(2):  # not even the second time is it taken for good
+        ran = runner.run_part(part, place, tmp_path, {}, again=False)
+        assert [(one.name, one.became) for one in ran.results] == [("a", "passed"), ("its end", "failed")]
+        assert status_of(ran.results) == 1
 
-    def ran(code: str, *, again: bool = False) -> bool:
-        return not runner.run_part(part, place, tmp_path, {"code": code}, again=again).is_kept
 
-    assert [ran("x"), ran("x"), ran("x", again=True), ran("y"), ran("y")] == [True, False, True, True, False]
-    assert json.loads((tmp_path / "passes.json").read_text())["results"][0]["said"] == "fine"
+def test_a_part_whose_needs_cannot_be_made_is_told_and_the_next_one_runs(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    parts = [Part(name, "", (Check("a", _fine),), prepare=lambda _: None) for name in ("unready", "passes")]
+    ran = runner.run_parts(parts, place, tmp_path, {}, again=False)
+    assert [one.results[0].became for one in ran] == ["failed", "passed"]
+    assert "could not be made (status 3)" in ran[0].results[0].said
+
+
+def test_what_passed_is_not_run_again_unless_something_changed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    part = Part("passes", "", (Check("a", _fine), Check("b", _fine)))
+
+    def kept(code: str, part: Part = part, *, again: bool = False) -> set[str]:
+        return set(runner.run_part(part, place, tmp_path, {"code": code}, again=again).kept)
+
+    both = {"a", "b"}
+    assert [kept("x"), kept("x"), kept("x", again=True), kept("y"), kept("y")] == [set(), both, set(), set(), both]
+    more = dataclasses.replace(part, checks=(*part.checks, Check("c", _fine)))
+    assert [kept("y", more), kept("y", more)] == [both, {*both, "c"}]
+    record = tmp_path / "passes.json"
+    assert json.loads(record.read_text())["results"][0]["said"] == "fine"
+    for torn in (record.read_text()[:40], "[]", "{}"):
+        record.write_text(torn)
+        assert kept("y", more) == set()
 
 
 def _fine(_: Place) -> str:
@@ -259,8 +298,13 @@ def test_what_is_tried_has_a_digest_of_its_own(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "gspo_core" / "a.py").write_text("one")
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     before = runner.code_digest()
-    (tmp_path / "gspo_core" / "a.py").write_text("two")
-    assert runner.code_digest() != before
+    assert runner.code_digest() == before
+    found = [before]
+    for name in ("gspo_core/a.py", "environments/demo/a.yaml", "tests/core/learner_support.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("two")
+        found.append(runner.code_digest())
+    assert len(set(found)) == 4
 
 
 def test_the_rate_is_that_of_real_updates(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ checked here against the path for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ def slow_varlen(
     return torch.cat(outputs)
 
 
+def older_varlen(*given: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """As torch 2.11 has it."""
+    return slow_varlen(*given, scale=scale, window_size=window_size, enable_gqa=True)
+
+
 def states(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, heads, num_tokens, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
@@ -64,12 +70,13 @@ def tree(share: bool) -> Packing:
     return pack([np.concatenate([prompts[i % 3], rng.integers(0, 9, 3 + 11 * i)]) for i in range(7)], share=share)
 
 
+@pytest.mark.parametrize("kernel", [slow_varlen, older_varlen])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("share", [False, True])
 def test_the_path_for_gpus_gathers_what_the_path_for_cpus_sees(
-    monkeypatch: pytest.MonkeyPatch, share: bool, window: int | None
+    monkeypatch: pytest.MonkeyPatch, share: bool, window: int | None, kernel: Callable[..., Tensor]
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", slow_varlen)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     packing = tree(share)
     assert any(len(piece.context) > 1 for piece in packing.pieces) == share
     query, key, value = states(packing.num_tokens)
