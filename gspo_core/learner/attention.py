@@ -123,12 +123,12 @@ def _by_kernel(
     if index.key_index is not None:
         k, v = k.index_select(0, index.key_index), v.index_select(0, index.key_index)
     # torch 2.11 has no such argument, and hands heads that share keys to the kernel unasked
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    output = varlen_attn(
+    can_group = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    attend = partial(varlen_attn, enable_gqa=query.shape[1] != key.shape[1]) if can_group else varlen_attn
+    output = attend(
         *(q, k, v, index.query_ends, index.key_ends, index.longest_query, index.longest_key),
         scale=scaling,
         window_size=(-1, 0) if window is None else (window - 1, 0),
-        **(grouped if query.shape[1] != key.shape[1] else {}),
     )
     assert isinstance(output, Tensor)
     return output[None]
