@@ -36,6 +36,8 @@ class Place:
     """For what processes write."""
     models: Path
     """For models, which other runs find there."""
+    kept: Path
+    """For what somebody reads afterwards."""
     device: str = "cuda"
     is_toy: bool = False
     """At sizes that a CPU computes in seconds: this tests the checks, and says nothing about a device."""
@@ -51,6 +53,7 @@ def place_record(place: Place) -> dict[str, Any]:
         "num_gpus": place.num_gpus,
         "folder": str(place.folder),
         "models": str(place.models),
+        "kept": str(place.kept),
         "device": place.device,
         "is_toy": place.is_toy,
         "trl": place.trl and str(place.trl),
@@ -58,7 +61,7 @@ def place_record(place: Place) -> dict[str, Any]:
 
 
 def place_of(record: Mapping[str, Any]) -> Place:
-    paths = {key: record[key] and Path(record[key]) for key in ("folder", "models", "trl")}
+    paths = {key: record[key] and Path(record[key]) for key in ("folder", "models", "kept", "trl")}
     return Place(**{**record, **paths})
 
 
@@ -92,8 +95,12 @@ class Result:
 
 
 def run_checks(checks: Sequence[Check], place: Place) -> Iterator[Result]:
-    """Every check, whatever becomes of those before it."""
+    """Every check, whatever becomes of those before it, as long as the device answers."""
+    broken_by = ""
     for check in checks:
+        if broken_by:
+            yield Result(check.name, "did not run", f"{broken_by} left the device unusable for this process")
+            continue
         if check.num_gpus > place.num_gpus:
             said = f"it needs {check.num_gpus} GPUs, and there are {place.num_gpus}"
             yield Result(check.name, "did not run", said)
@@ -106,9 +113,23 @@ def run_checks(checks: Sequence[Check], place: Place) -> Iterator[Result]:
         except Exception as error:  # a GPU fails in many ways, and the checks behind it are wanted all the same
             said = str(error) if isinstance(error, Differs) else traceback.format_exc().strip()
             yield Result(check.name, "failed", said, time.monotonic() - began)
+            broken_by = check.name if is_broken(place.device) else ""
         else:
             found = found if isinstance(found, Found) else Found(found)
             yield Result(check.name, "passed", found.said, time.monotonic() - began, found.numbers)
+
+
+def is_broken(device: str) -> bool:
+    """After some errors a GPU refuses everything that the same process asks."""
+    if device != "cuda":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def status_of(results: Sequence[Result]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check import Check, Differs, Found, Place
+from benchmarks.gpu.check import Check, Differs, Found, NotHere, Place
 from benchmarks.gpu.models import model_at, sequences_of
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig, LearnerOptions, LoraConfig
@@ -89,7 +89,8 @@ def measured(place: Place, directory: Path, lora: LoraConfig | None, length: int
     if not choice.fits:
         return Measured(length, choice, None)
     number = 2 if place.is_toy else max(2, 2 * choice.micro_batch_tokens // length)
-    batch = sequences_of(number, length, read_shape(directory).vocabulary)
+    # Alone, so that micro-batches are as full as the plan takes them to be: a prompt that is shared would be held once.
+    batch = sequences_of(number, length, read_shape(directory).vocabulary, prompt_share=0.0)
     objective = ObjectiveConfig(minibatches=1, **OPEN)
     learner = Learner(directory, config_of(choice, lora), objective, seed=0, device=place.device)
     try:
@@ -116,6 +117,8 @@ def held(name: str, lengths: tuple[int, ...], toy_lengths: tuple[int, ...]) -> C
             found.append(measured(place, directory, lora, length))
             forget(place.device)
         said = "; ".join(map(str, found))
+        if not any(one.choice.fits for one in found):
+            raise NotHere(said)
         if place.device == "cuda" and all(one.held is None for one in found):
             raise Differs(f"nothing was measured: {said}")
         if any(one.is_wrong for one in found):

@@ -1,7 +1,7 @@
 """One part in a process of its own: ``python -m benchmarks.gpu.part NAME PLACE.json RESULTS.jsonl CHECK...``.
 
 A line for each check as it ends, so that what runs out of time, or takes its process with it, keeps what it had found.
-With ``--prepare`` in place of the results it makes what the part needs, and checks nothing.
+With ``--prepare`` as its name it makes what the parts named behind it need, says which are ready, and checks nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from benchmarks.gpu.check import PREPARE, Place, place_of, run_checks
 from benchmarks.gpu.parts import PARTS, Part
 
 
-def main(name: str, place: Path, results: str, names: Sequence[str]) -> None:
-    (part,) = (one for one in PARTS if one.name == name)
+def main(name: str, place: Path, results: Path, names: Sequence[str]) -> None:
     here = place_of(json.loads(place.read_text()))
-    if results == PREPARE:
+    parts = {part.name: part for part in PARTS}
+    if name == PREPARE:
+        prepare([parts[one] for one in names], here, results)
+    else:
+        check(parts[name], here, results, names)
+
+
+def prepare(parts: Sequence[Part], place: Place, done: Path) -> None:
+    for part in parts:
         if part.prepare is not None:
-            part.prepare(here)
-        return
-    check(part, here, Path(results), names)
+            part.prepare(place)
+        with done.open("a") as file:
+            file.write(f"{part.name}\n")
 
 
 def check(part: Part, place: Place, results: Path, names: Sequence[str]) -> None:
@@ -36,4 +43,4 @@ def check(part: Part, place: Place, results: Path, names: Sequence[str]) -> None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -27,17 +27,25 @@ class Part:
 
 
 PARTS = (
-    Part("right", "does it compute what the CPU computes in float64?", right.CHECKS),
+    Part("right", "does it compute what the CPU computes in float64?", right.CHECKS, 60.0),
     Part(
         "system",
-        "does the whole service learn, tell the truth and survive?",
+        "does the whole service learn, and tell the truth?",
         system.CHECKS,
         prepare=system.prepare,
         around=system.serving,
     ),
-    Part("group", "can an engine in bfloat16 be sent its weights?", system.GROUP_CHECKS, prepare=system.prepare),
-    Part("memory", "is the plan's memory what is held?", memory.CHECKS, prepare=memory.prepare),
-    Part("speed", "how much of the device's rate is used?", speed.CHECKS, prepare=speed.prepare),
+    Part(
+        "killed",
+        "does it survive its trainer?",
+        system.KILLED_CHECKS,
+        80.0,
+        prepare=system.prepare,
+        around=system.serving,
+    ),
+    Part("group", "can an engine in bfloat16 be sent its weights?", system.GROUP_CHECKS, 60.0, prepare=system.prepare),
+    Part("memory", "is the plan's memory what is held?", memory.CHECKS, 90.0, prepare=memory.prepare),
+    Part("speed", "how much of the device's rate is used?", speed.CHECKS, 90.0, prepare=speed.prepare),
     Part("overlap", "does the device wait for anything?", overlap.CHECKS, 60.0, prepare=overlap.prepare),
     Part("several", "do several of them learn what one learns?", several.CHECKS, 2 * LIMIT_S),
 )

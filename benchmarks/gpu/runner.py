@@ -1,7 +1,7 @@
 """Parts one after the other, each bounded in time, and what became of each check kept: a run can be gone on with.
 
-A check that passed is not run again while nothing has changed: not the code, nor the device, nor the size. What a part
-needs before it can begin is made by a process of its own, while the part before it runs.
+A check that passed is not run again while nothing has changed: not the code, nor the device, nor the size. What parts
+need before they can begin is made by a process of its own, while those before them run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ KINDS = frozenset({".py", ".yaml", ".lua"})
 END = "its end"
 """Not a check: what became of a part's process after its last one."""
 PREPARATION_S = 180.0
+LEAST_S = 10.0
+"""A part does not begin with less."""
+MOST_LOG_BYTES = 200_000
+
+
+@dataclass(frozen=True)
+class How:
+    again: bool = False
+    """Also what passed before."""
+    within_s: float | None = None
+    """All parts together."""
+    limit_s: float | None = None
+    """Each part, in place of its own limit."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +98,16 @@ def command_of(*words: str) -> list[str]:
 
 
 class Preparation:
-    """A process that makes what a part needs. Use it as a context manager, to end it with whoever waits for it."""
+    """One process that makes what parts need, in their order, while others run. A context manager: it ends with it."""
 
-    def __init__(self, part: Part, place: Place, out: Path) -> None:
-        self._log = out / f"{part.name}.preparation.log"
+    def __init__(self, parts: Sequence[Part], place: Place, out: Path) -> None:
+        self._log, self._done = out / "preparation.log", out / "prepared"
+        self._done.write_text("")
         self._process: subprocess.Popen[bytes] | None = None
-        if part.prepare is not None:
-            asked = _written(out / f"{part.name}.place.json", place_record(place))
+        if needy := [part.name for part in parts if part.prepare is not None]:
+            asked = _written(out / "preparation.place.json", place_record(place))
             with self._log.open("wb") as errors:
-                self._process = _started(command_of(part.name, str(asked), PREPARE), errors)
+                self._process = _started(command_of(PREPARE, str(asked), str(self._done), *needy), errors)
 
     def __enter__(self) -> Preparation:
         return self
@@ -100,88 +115,140 @@ class Preparation:
     def __exit__(self, *_: object) -> None:
         _end(self._process)
 
-    def why_not(self) -> str:
-        """Waits for it. Empty where all is there."""
-        if self._process is None:
+    def why_not(self, part: Part, ends: float | None) -> str:
+        """Waits for what it needs, until ``ends`` at most. Empty where all is there."""
+        if part.prepare is None or self._process is None:
             return ""
-        try:
-            status = self._process.wait(PREPARATION_S)
-        except subprocess.TimeoutExpired:
-            return f"what it needs was not ready after {PREPARATION_S:.0f} s"
-        return f"{_end_of(self._log)}\nwhat it needs could not be made (status {status})" if status else ""
+        until = min(time.monotonic() + PREPARATION_S, math.inf if ends is None else ends)
+        while part.name not in self._done.read_text().split("\n"):
+            status = self._process.poll()
+            if status is not None and part.name not in self._done.read_text().split("\n"):
+                return f"{_end_of(self._log)}\nwhat it needs could not be made (status {status})".strip()
+            if time.monotonic() > until:
+                return "what it needs was not ready in time: typed again, it goes on"
+            time.sleep(0.05)
+        return ""
 
 
-def run_parts(parts: Sequence[Part], place: Place, out: Path, given: Mapping[str, Any], *, again: bool) -> list[Ran]:
-    ran: list[Ran] = []
-    with contextlib.ExitStack() as stack:
-        ready = [stack.enter_context(Preparation(parts[0], place, out))] if parts else []
-        for number, part in enumerate(parts):
-            why = ready[number].why_not()
-            ready += [stack.enter_context(Preparation(one, place, out)) for one in parts[number + 1 : number + 2]]
+def run_parts(parts: Sequence[Part], place: Place, out: Path, given: Mapping[str, Any], how: How) -> Iterator[Ran]:
+    """Each as it ends."""
+    ends = None if how.within_s is None else time.monotonic() + how.within_s
+    kept = {part.name: {} if how.again else _passed_before(out, part, given) for part in parts}
+    still = [part for part in parts if len(kept[part.name]) < len(part.checks)]
+    with Preparation(still, place, out) as preparation:
+        for part in parts:
             print(f"{part.name}: {part.words}", flush=True)
-            ran.append(run_part(part, place, out, given, again=again, unready=why))
-    return ran
+            limit_s = how.limit_s or part.limit_s
+            why = preparation.why_not(part, ends) if part in still else ""
+            left_s = math.inf if ends is None else ends - time.monotonic()
+            limit_s = min(limit_s, left_s) if left_s >= LEAST_S else 0.0
+            yield run_part(part, place, out, given, kept[part.name], limit_s, unready=why)
 
 
-def run_part(part: Part, place: Place, out: Path, given: Mapping[str, Any], *, again: bool, unready: str = "") -> Ran:
-    kept_at = out / f"{part.name}.json"
-    kept = {} if again else _passed_before(kept_at, part, given)
-    open_checks = [one for one in part.checks if one.name not in kept]
-    if not open_checks:
+def run_part(
+    part: Part,
+    place: Place,
+    out: Path,
+    given: Mapping[str, Any],
+    kept: Mapping[str, Result],
+    limit_s: float,
+    *,
+    unready: str = "",
+) -> Ran:
+    """``kept``: what passed before, and is not run again."""
+    names = [one.name for one in part.checks if one.name not in kept]
+    if not names:
         return Ran(part, tuple(kept.values()), 0.0, frozenset(kept))
     began = time.monotonic()
-    if unready:
-        found = _unfinished([one.name for one in open_checks], unready)
+    if not limit_s:
+        found = [Result(name, "did not run", "there was no time left for it") for name in names]
+    elif unready:
+        found = _unfinished(names, unready)
     else:
-        found = _run(part, [one.name for one in open_checks], place, out)
-    known = kept | {one.name: one for one in found}
-    names = [*(one.name for one in part.checks), END]
-    ran = Ran(part, tuple(known[name] for name in names if name in known), time.monotonic() - began, frozenset(kept))
-    _written(kept_at, {**given, "seconds": ran.seconds, "results": [asdict(one) for one in ran.results]})
+        found = _run(part, names, place, out, given, kept, limit_s)
+    known = {**kept, **{one.name: one for one in found}}
+    ordered = [*(one.name for one in part.checks), END]
+    ran = Ran(part, tuple(known[name] for name in ordered if name in known), time.monotonic() - began, frozenset(kept))
+    _written(
+        out / f"{part.name}.json", {**given, "seconds": ran.seconds, "results": [asdict(one) for one in ran.results]}
+    )
+    (out / f"{part.name}.jsonl").unlink(missing_ok=True)
     return ran
 
 
-def _passed_before(kept: Path, part: Part, given: Mapping[str, Any]) -> dict[str, Result]:
+def _passed_before(out: Path, part: Part, given: Mapping[str, Any]) -> dict[str, Result]:
     """What passed under the same conditions, by name. Nothing, where the process of all that did not end well."""
-    try:
-        record = json.loads(kept.read_text())
-        results = [Result(**one) for one in record["results"]]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
-        return {}
+    record, results = _read_record(out / f"{part.name}.json")
+    first, lines = _read_lines(out / f"{part.name}.jsonl")  # of a run that was ended from outside
     names = {one.name for one in part.checks}
-    passed = {one.name: one for one in results if one.became == "passed" and one.name in names}
-    is_same = all(record.get(key) == value for key, value in given.items())
+    passed: dict[str, Result] = {}
+    for conditions, found in ((record, results), (first, lines)):
+        if all(conditions.get(key) == value for key, value in given.items()):
+            passed |= {one.name: one for one in found if one.became == "passed" and one.name in names}
     ended_badly = len(passed) == len(names) and any(one.name == END for one in results)
-    return passed if is_same and not ended_badly else {}
+    return {} if ended_badly else passed
 
 
-def _run(part: Part, names: Sequence[str], place: Place, out: Path) -> list[Result]:
+def _run(
+    part: Part,
+    names: Sequence[str],
+    place: Place,
+    out: Path,
+    given: Mapping[str, Any],
+    kept: Mapping[str, Result],
+    limit_s: float,
+) -> list[Result]:
     lines, log = out / f"{part.name}.jsonl", out / f"{part.name}.log"
-    lines.unlink(missing_ok=True)
+    before = [given, *(asdict(one) for one in kept.values())]
+    lines.write_text("".join(f"{json.dumps(one)}\n" for one in before))
     asked = _written(out / f"{part.name}.place.json", place_record(place))
     with log.open("wb") as errors:
         process = _started(command_of(part.name, str(asked), str(lines), *names), errors)
         try:
-            status = process.wait(part.limit_s)
+            status = process.wait(limit_s)
             why = f"its process ended with {status}" if status else ""
         except subprocess.TimeoutExpired:
-            why = f"the part's {part.limit_s:.0f} s were over: typed again, it goes on here"
+            why = f"{limit_s:.0f} s were over: typed again it goes on here, and --limit gives it more"
         finally:
             _end(process)
-    results = list(_read_lines(lines))
+    results = [one for one in _read_lines(lines)[1] if one.name in names]
     left = names[len(results) :]
     if left:
-        return results + _unfinished(left, f"{_end_of(log)}\n{why or 'its process said no more'}".strip())
-    return [*results, Result(END, "failed", f"{_end_of(log)}\n{why}".strip())] if why else results
+        results += _unfinished(left, f"{_end_of(log)}\n{why or 'its process said no more'}".strip())
+    elif why:
+        results.append(Result(END, "failed", f"{_end_of(log)}\n{why}".strip()))
+    if any(one.became == "failed" for one in results):
+        _keep_logs(place.folder, out / f"{part.name}.logs")
+    return results
 
 
-def _read_lines(lines: Path) -> list[Result]:
-    """Those that are whole: the last one may have been cut."""
-    found = []
-    for line in lines.read_text().splitlines() if lines.exists() else []:
+def _keep_logs(folder: Path, target: Path) -> None:
+    """Ends of what processes of a service wrote, before their folder goes."""
+    for path in folder.rglob("*.log"):
+        target.mkdir(exist_ok=True)
+        name = "-".join(path.relative_to(folder).parts)
+        (target / name).write_bytes(path.read_bytes()[-MOST_LOG_BYTES:])
+
+
+def _read_record(path: Path) -> tuple[Mapping[str, Any], list[Result]]:
+    """Nothing, where it is not there or not whole."""
+    try:
+        record = json.loads(path.read_text())
+        return record, [Result(**one) for one in record["results"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, []
+
+
+def _read_lines(lines: Path) -> tuple[Mapping[str, Any], list[Result]]:
+    """Conditions, and results that are whole: the last one may have been cut."""
+    first, *others = lines.read_text().splitlines() if lines.exists() else [""]
+    conditions, found = {}, []
+    with contextlib.suppress(ValueError):
+        conditions = json.loads(first)
+    for line in others:
         with contextlib.suppress(ValueError, TypeError):
             found.append(Result(**json.loads(line)))
-    return found
+    return conditions, found
 
 
 def _unfinished(names: Sequence[str], why: str) -> list[Result]:

@@ -21,7 +21,7 @@ from services.process.children import die_with_parent
 from services.process.ports import free_port
 from tests.core.learner_support import write_model
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 60.0
 # The same bits in the same arithmetic.
 BOUND = 1e-6
 IDS = list(range(2, 40))
@@ -41,16 +41,20 @@ def sent(first: Path, second: Path, place: Place, *, engine: int, through: str, 
     command = [sys.executable, "-m", "services.engine", "--model", str(first), "--port", str(port), "--device", device]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent())
     try:
-        return asyncio.run(_compare(f"http://127.0.0.1:{port}", first, second, through, bucket_bytes))
+        return asyncio.run(_compare(process, f"http://127.0.0.1:{port}", first, second, through, bucket_bytes))
     finally:
         process.terminate()
         process.wait()
 
 
-async def _compare(url: str, first: Path, second: Path, through: str, bucket_bytes: int) -> Found:
+async def _compare(
+    process: subprocess.Popen[bytes], url: str, first: Path, second: Path, through: str, bucket_bytes: int
+) -> Found:
     async with open_http() as http, asyncio.timeout(_TIMEOUT_S):
         engine = EngineClient(url, http)
         while not await engine.is_ready():
+            if process.poll() is not None:
+                raise Differs(f"the engine ended with {process.returncode} before it was ready")
             await asyncio.sleep(0.1)
         before, _ = await engine.score(IDS)
         await engine.pause()

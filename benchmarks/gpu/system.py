@@ -137,7 +137,9 @@ def through_a_group(place: Place) -> Found:
 
 def survives(place: Place) -> Found:
     """The process that trains is killed after some steps; another goes on."""
-    spec = spec_of(place, ENDLESS, {}).model_copy(update={"name": "killed", "steps": ENDLESS})
+    # In bfloat16 sums in another order grow to a fifth of the way in some steps, in float32 to a thousandth.
+    spec = spec_of(place, ENDLESS, {"learner": {"dtype": "float32"}})
+    spec = spec.model_copy(update={"name": "killed", "steps": ENDLESS})
     killing = threading.Thread(target=kill_attempt, args=(place, spec.name), daemon=True)
     killing.start()
     _, true = played(place, spec)
@@ -196,8 +198,6 @@ def kill_attempt(place: Place, name: str | None) -> None:
         client.change(job["id"], {"steps": job["step"] + (TOY_STEPS if place.is_toy else SHORT_STEPS)})
 
 
-CHECKS = (
-    Check("the demo learns", learns),
-    Check("a trainer that is killed", survives),
-)
+CHECKS = (Check("the demo learns", learns),)
+KILLED_CHECKS = (Check("a trainer that is killed", survives),)
 GROUP_CHECKS = (Check("weights through a group, an engine in bfloat16", through_a_group),)

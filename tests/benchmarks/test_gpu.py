@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import check as checks
 from benchmarks.gpu import memory, models, right, runner, sending, several, speed, system
 from benchmarks.gpu import rate as rates
 from benchmarks.gpu.__main__ import main, table
-from benchmarks.gpu.check import Check, Differs, NotHere, Place, largest, run_checks, status_of
+from benchmarks.gpu.check import Check, Differs, NotHere, Place, Result, largest, run_checks, status_of
 from benchmarks.gpu.parts import PARTS, Part
 from gspo_core.learner import attention as learner_attention
 from gspo_core.learner import training
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm_children")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(1, tmp_path, tmp_path, "cpu", is_toy=True)
+    return Place(1, tmp_path, tmp_path, tmp_path, "cpu", is_toy=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would run")
@@ -44,12 +45,15 @@ def test_without_a_gpu_it_says_that_nothing_ran(capsys: pytest.CaptureFixture[st
 
 
 def test_a_part_that_is_not_there_is_named() -> None:
-    with pytest.raises(SystemExit, match="no part wrong: there are right, system, group, memory"):
+    with pytest.raises(SystemExit, match="no part wrong: there are right, system, killed, group, memory"):
         main(["--parts", "wrong,right"])
 
 
 CHECKS = [
-    (part.name, check) for part in PARTS for check in part.checks if part.name not in ("several", "system", "group")
+    (part.name, check)
+    for part in PARTS
+    for check in part.checks
+    if part.name not in ("several", "system", "killed", "group")
 ]
 
 
@@ -70,7 +74,7 @@ def warm_stack(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("warm_stack")
 def test_the_whole_service_passes_at_toy_size(place: Place) -> None:
     with system.serving(place) as serving:
-        results = list(run_checks([*system.CHECKS, *system.GROUP_CHECKS], serving))
+        results = list(run_checks([*system.CHECKS, *system.KILLED_CHECKS, *system.GROUP_CHECKS], serving))
     assert [one.became for one in results] == ["passed"] * 3, "\n".join(map(str, results))
 
 
@@ -84,7 +88,7 @@ def test_weights_that_come_wrong_are_found(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sending, "buckets_in", wrong)
     with pytest.raises(Differs, match="log-probs"):
-        sending.sending(Place(2, tmp_path, tmp_path, "cpu"))
+        sending.sending(Place(2, tmp_path, tmp_path, tmp_path, "cpu"))
 
 
 def test_a_wrong_kernel_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +153,7 @@ def test_moments_that_are_lost_are_found(place: Place, monkeypatch: pytest.Monke
 
 
 def test_ranks_are_checked_against_one(tmp_path: Path) -> None:
-    place = Place(2, tmp_path, tmp_path, "cpu", is_toy=True)
+    place = Place(2, tmp_path, tmp_path, tmp_path, "cpu", is_toy=True)
     assert "float32" in several.arranged(2, context_parallel=2)(place)
     assert (tmp_path / "2-context_parallel2" / "weights").is_dir()
     with pytest.raises(Differs, match="does not divide"):
@@ -206,7 +210,7 @@ def test_what_did_not_run_is_named_and_what_failed_decides(tmp_path: Path) -> No
         raise NotHere("elsewhere")
 
     checks = [Check("a", lambda _: "fine"), Check("b", fails), Check("c", breaks), Check("d", is_elsewhere)]
-    results = list(run_checks([*checks, Check("e", fails, 4)], Place(1, tmp_path, tmp_path)))
+    results = list(run_checks([*checks, Check("e", fails, 4)], Place(1, tmp_path, tmp_path, tmp_path, "cpu")))
     assert [one.became for one in results] == ["passed", "failed", "failed", "did not run", "did not run"]
     assert "it needs 4 GPUs, and there are 1" in str(results[4])
     assert "out of memory" in results[2].said
@@ -218,8 +222,13 @@ import json, os, sys, time
 from dataclasses import asdict
 from benchmarks.gpu.check import Result
 name, place, results, *checks = sys.argv[1:]
-if results == "--prepare":
-    sys.exit(3 if name == "unready" else 0)
+if name == "--prepare":
+    for one in checks:
+        if one == "unready":
+            sys.exit(3)
+        with open(results, "a") as file:
+            file.write(one + "\\n")
+    sys.exit(0)
 with open(results, "a") as file:
     for check in checks[: 9 if name == "passes" or "b" not in checks else 1]:
         file.write(json.dumps(asdict(Result(check, "passed", "fine", 0.5))) + "\\n")
@@ -231,18 +240,23 @@ sys.exit(7 if name == "dies" else 0)
 """
 
 
+def played(part: Part, place: Place, out: Path, given: dict[str, Any], *, again: bool = False) -> runner.Ran:
+    (ran,) = runner.run_parts([part], place, out, given, runner.How(again))
+    return ran
+
+
 @pytest.mark.parametrize(("name", "why"), [("hangs", "2 s were over"), ("dies", "ended with 7")])
 def test_what_takes_a_part_along_is_told_and_what_it_had_found_is_kept(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
 ) -> None:
     monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
     part = Part(name, "", (Check("a", _fine), Check("b", _fine), Check("c", _fine)), limit_s=2.0)
-    ran = runner.run_part(part, place, tmp_path, {"code": "x"}, again=False)
+    ran = played(part, place, tmp_path, {"code": "x"})
     assert [(one.name, one.became) for one in ran.results] == [("a", "passed"), ("b", "failed"), ("c", "did not run")]
     assert why in ran.results[1].said
     assert "b took the part along" in ran.results[2].said
     assert "| did not run |" in table([ran])[-1]
-    gone_on = runner.run_part(part, place, tmp_path, {"code": "x"}, again=False)
+    gone_on = played(part, place, tmp_path, {"code": "x"})
     became = [(one.name, one.became) for one in gone_on.results]
     assert became == [("a", "passed"), ("b", "passed"), ("c", "failed")]
     assert gone_on.kept == {"a"}
@@ -254,19 +268,19 @@ def test_a_process_that_dies_after_its_last_check_has_failed(
     monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
     part = Part("dies", "", (Check("a", _fine),))
     for _ in range(2):  # not even the second time is it taken for good
-        ran = runner.run_part(part, place, tmp_path, {}, again=False)
+        ran = played(part, place, tmp_path, {})
         assert [(one.name, one.became) for one in ran.results] == [("a", "passed"), ("its end", "failed")]
         assert status_of(ran.results) == 1
 
 
-def test_a_part_whose_needs_cannot_be_made_is_told_and_the_next_one_runs(
+def test_a_part_whose_needs_cannot_be_made_is_told_and_others_run(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
-    parts = [Part(name, "", (Check("a", _fine),), prepare=lambda _: None) for name in ("unready", "passes")]
-    ran = runner.run_parts(parts, place, tmp_path, {}, again=False)
-    assert [one.results[0].became for one in ran] == ["failed", "passed"]
-    assert "could not be made (status 3)" in ran[0].results[0].said
+    parts = [Part(name, "", (Check("a", _fine),), prepare=lambda _: None) for name in ("passes", "unready")]
+    ran = list(runner.run_parts(parts, place, tmp_path, {}, runner.How()))
+    assert [one.results[0].became for one in ran] == ["passed", "failed"]
+    assert "could not be made (status 3)" in ran[1].results[0].said
 
 
 def test_what_passed_is_not_run_again_unless_something_changed(
@@ -276,7 +290,7 @@ def test_what_passed_is_not_run_again_unless_something_changed(
     part = Part("passes", "", (Check("a", _fine), Check("b", _fine)))
 
     def kept(code: str, part: Part = part, *, again: bool = False) -> set[str]:
-        return set(runner.run_part(part, place, tmp_path, {"code": code}, again=again).kept)
+        return set(played(part, place, tmp_path, {"code": code}, again=again).kept)
 
     both = {"a", "b"}
     assert [kept("x"), kept("x"), kept("x", again=True), kept("y"), kept("y")] == [set(), both, set(), set(), both]
@@ -287,6 +301,69 @@ def test_what_passed_is_not_run_again_unless_something_changed(
     for torn in (record.read_text()[:40], "[]", "{}"):
         record.write_text(torn)
         assert kept("y", more) == set()
+
+
+def test_what_a_run_had_found_that_was_ended_from_outside_is_kept(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    part = Part("passes", "", (Check("a", _fine), Check("b", _fine)))
+    found = json.dumps(dataclasses.asdict(Result("a", "passed", "before", 0.5)))
+    for given, kept in (({"code": "y"}, set()), ({"code": "x"}, {"a"})):
+        (tmp_path / "passes.jsonl").write_text(f'{json.dumps({"code": "x"})}\n{found}\n{{"name": "b", "bec')
+        assert played(part, place, tmp_path, given).kept == kept
+        (tmp_path / "passes.json").unlink()
+
+
+def test_what_cannot_begin_in_time_did_not_run(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    parts = [Part(name, "", (Check("a", _fine),)) for name in ("passes", "late")]
+    how = runner.How(within_s=runner.LEAST_S - 1)
+    ran = list(runner.run_parts(parts, place, tmp_path, {}, how))
+    assert [str(one.results[0]) for one in ran] == ["did not run  a: there was no time left for it"] * 2
+
+
+def test_logs_of_what_failed_are_kept(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *words: [sys.executable, "-c", PART, *words])
+    scratch = tmp_path / "scratch"
+    (scratch / "service" / "logs").mkdir(parents=True)
+    (scratch / "service" / "logs" / "trainer.log").write_text("out of memory")
+    played(Part("dies", "", (Check("a", _fine),)), dataclasses.replace(place, folder=scratch), tmp_path, {})
+    assert (tmp_path / "dies.logs" / "service-logs-trainer.log").read_text() == "out of memory"
+
+
+def test_a_device_that_answers_no_more_is_asked_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(_: Place) -> str:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(checks, "is_broken", lambda device: True)
+    results = list(run_checks([Check("a", breaks), Check("b", breaks)], place))
+    assert [one.became for one in results] == ["failed", "did not run"]
+    assert "a left the device unusable" in results[1].said
+
+
+def test_the_table_says_the_error_and_not_its_explanation() -> None:
+    said = "Traceback\n  File\ntorch.AcceleratorError: CUDA error: device-side assert | here\nCompile with X\n"
+    ran = runner.Ran(Part("p", "", ()), (Result("a", "failed", said),), 1.0)
+    assert "| torch.AcceleratorError: CUDA error: device-side assert \\| here |" in table([ran])[-1]
+
+
+def test_no_row_is_too_long_for_a_plain_loop_that_halves(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = models.model_at(place, "Qwen3-0.6B")
+    batch = models.sequences_of(4, 64, read_shape(directory).vocabulary)
+    right_norm, real, asked = speed.plain_update(directory, batch, place)(), torch.stack, list[int]()
+
+    def stack(rows: list[torch.Tensor], *others: Any) -> torch.Tensor:
+        if rows[0].dtype == torch.int64:
+            asked.append(len(rows))
+            if len(rows) > 2:
+                raise torch.OutOfMemoryError("too much")
+        return real(rows, *others)
+
+    update = speed.plain_update(directory, batch, place)
+    monkeypatch.setattr(torch, "stack", stack)
+    assert update() == pytest.approx(right_norm, rel=1e-2)
+    assert asked == [4, 2, 2]
 
 
 def _fine(_: Place) -> str:
