@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from gspo_core.env import Llm
-from tests.play.outside import PlayerFailed, outside
+from tests.play.outside import PLAYERS, PlayerFailed, outside
 from tests.play.stage import Player
 
 TALKS = "import json, os, sys\nfor line in sys.stdin:\n    given = json.loads(line)\n    "
@@ -25,6 +26,16 @@ async def ask(play: Player, name: str = "an-episode") -> Mapping[str, Any]:
 def script(folder: Path, does: str) -> str:
     (path := folder / "player.py").write_text(TALKS + does)
     return str(path)
+
+
+def test_players_need_nothing_of_the_project() -> None:
+    """They run in an environment of the package that they play."""
+    for path in PLAYERS.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        roots = {name.partition(".")[0] for name in names}
+        assert roots.isdisjoint({"tests", "gspo_core", "services", "benchmarks", "environments"}), path
 
 
 async def test_it_reports_and_leaves(tmp_path: Path) -> None:
