@@ -135,8 +135,19 @@ def remove_unfinished(directory: Path, epoch: int) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append to a file of lines."""
-    append(path, line + b"\n")
+    """Append to a file of lines; behind one that a crash cut off it begins a new one."""
+    append(path, (b"\n" if _is_cut_off(path) else b"") + line + b"\n")
+
+
+def _is_cut_off(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
 
 
 def append(path: Path, data: bytes) -> None:

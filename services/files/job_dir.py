@@ -6,10 +6,13 @@ be opened. It opens no file; ``gspo_core.log`` defines the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from gspo_core.log import layout
 from gspo_core.log.layout import (
@@ -50,6 +53,9 @@ def numbered_in(directory: Path) -> Mapping[int, Path]:
     """The numbered records in ``directory``, in no order."""
     found = ((NUMBERED_NAME.fullmatch(name), directory / name) for name in _names(directory))
     return {int(match[1]): path for match, path in found if match}
+
+
+_REMOVED = ".removed-"
 
 
 def _names(directory: Path) -> list[str]:
@@ -175,9 +181,19 @@ class JobsDir:
     def job(self, job: str) -> JobDir:
         return JobDir(self.path / job)
 
+    def remove(self, job: str) -> None:
+        """All files of a job, in one moment for whoever looks; gone already is as good. What is left of an earlier
+        removal that was interrupted goes, too."""
+        gone = self.path / f"{_REMOVED}{job}"
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / job).rename(gone.with_name(f"{gone.name}-{uuid4().hex}"))
+        for name in _names(self.path):
+            if name.startswith(_REMOVED):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+
     def accepted(self) -> dict[str, JobDir]:
         """Every job that was accepted, by id."""
-        jobs = (self.job(name) for name in sorted(_names(self.path)))
+        jobs = (self.job(name) for name in sorted(_names(self.path)) if not name.startswith(_REMOVED))
         return {job.id: job for job in jobs if job.accepted.is_file()}
 
     def is_empty(self) -> bool:

@@ -7,7 +7,7 @@ what a server has forgotten (``rebuild`` does) and holds no weights, batches or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from gspo_core.log.records import (
     decode_record,
     encode_record,
 )
+from gspo_core.staleness import Position
 from services.files.durable import make_directory, remove_directory, write_once
 from services.files.job_dir import JobDir, numbered_in, versions_in
 
-__all__ = ["AcceptedJob", "DamagedRecord", "JobRecords", "RecordConflict", "VersionRecord"]
+__all__ = ["AcceptedJob", "DamagedRecord", "JobRecords", "RecordConflict", "VersionRecord", "reported_steps"]
 
 
 class RecordConflict(Exception):
@@ -101,6 +102,12 @@ class JobRecords:
             return
         with self._job.metrics.open("rb") as lines:
             yield from decode_metrics(lines)
+
+
+def reported_steps(lines: Iterable[Mapping[str, Any]]) -> set[Position]:
+    """The steps that lines of a metrics file report: those with a version. Others are of evaluations."""
+    found = ((line.get("epoch"), line.get("step")) for line in lines if "version" in line)
+    return {Position(epoch, step) for epoch, step in found if isinstance(epoch, int) and isinstance(step, int)}
 
 
 def _write(path: Path, record: Mapping[str, Any] | AcceptedJob | VersionRecord, schema: int = 1) -> None:

@@ -27,8 +27,12 @@ class EventLog:
         self._functions = functions
         self._redis = functions.redis
 
-    async def add(self, job: str, kind: str, data: Mapping[str, Any], *, token: str | None = None) -> str:
+    async def add(
+        self, job: str, kind: str, data: Mapping[str, Any], *, token: str | None = None, nonce: str | None = None
+    ) -> str:
         """Returns the event's id. The store itself writes events of type ``job.status``.
+
+        Under a ``nonce`` it is added once, for as long as it is kept.
 
         With a ``token`` only the owner may add (else Fenced), which keeps a former owner from reporting on the run.
         Raises JobNotFound.
@@ -36,7 +40,7 @@ class EventLog:
         text = json.dumps(dict(data), separators=(",", ":"), allow_nan=False)
         try:
             event_id: bytes = await self._functions.call(
-                "add_event", job_keys(job), token or "", uuid4().hex, kind, text
+                "add_event", job_keys(job), token or "", nonce or uuid4().hex, kind, text
             )
         except Missing:
             raise JobNotFound(job) from None

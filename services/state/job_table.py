@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -20,10 +20,12 @@ from pydantic import BaseModel
 
 from services.files.disk_space import write_when_there_is_room
 from services.files.job_dir import JobsDir
-from services.files.job_records import AcceptedJob, JobRecords
+from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords
 from services.process.telemetry import get_logger
+from services.state.away import Away
 from services.state.functions import Functions
 from services.state.jobs import (
+    FIELDS_WITHOUT_SPEC,
     HANDED_OVER,
     LOST,
     CancelManner,
@@ -33,6 +35,7 @@ from services.state.jobs import (
     IllegalTransition,
     InvalidCursor,
     JobConflict,
+    JobInUse,
     JobNotFound,
     JobRecord,
     JobStatus,
@@ -40,6 +43,7 @@ from services.state.jobs import (
     WentBack,
     default_reason,
     fits,
+    may_have_been,
     new_job_id,
     read_record,
     sources_of,
@@ -62,6 +66,8 @@ _WITHOUT_TRAINING = (JobStatus.PAUSED, JobStatus.CANCELLING)
 # A job that its trainer hands over in one of these waits in the queue; in others it goes on where it is.
 _NOT_BEGUN = (JobStatus.STARTING,)
 _YIELDING = (JobStatus.STARTING, JobStatus.RUNNING)
+# What "begin_removal" answers where another job may have been made from this one meanwhile.
+AGAIN = b"again"
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 
@@ -75,7 +81,8 @@ class _Owner(NamedTuple):
 
 
 class JobTable:
-    """``now`` is the time of day in seconds, shown to people; no lease depends on it.
+    """``now`` is the time of day in seconds, shown to people; no lease depends on it. What is being made of a job keeps
+    it from being removed for at most an hour of it.
 
     ``max_attempts``: a job fails after losing this many trainers in a row without a new step.
     """
@@ -114,16 +121,23 @@ class JobTable:
         Include in the key anything that distinguishes credentials.
         """
         text, digest = _canonical(spec)
-        job = job_id or new_job_id(self._now())
-        check_job_id(job)
+        wanted_id = check_job_id(job_id or new_job_id(self._now()))
         key_digest = None if idempotency_key is None else _digest_of_key(idempotency_key)
-        job, accepted = await self._accept_once(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
         reason = default_reason(JobStatus.QUEUED)
-        try:
-            written = (text, digest, accepted.created_at, reason.code, reason.message, accepted.owner)
-            await self._functions.call("create", job_keys(job), *written)
-        except Conflict:
-            raise JobConflict(job) from None
+        while True:
+            wanted = AcceptedJob(text, digest, self._time(), key_digest, owner)
+            job, accepted = await self._accept_once(wanted_id, wanted)
+            try:
+                written = (text, digest, accepted.created_at, reason.code, reason.message, accepted.owner)
+                await self._functions.call("create", job_keys(job), *written)
+                break
+            except Conflict:
+                raise JobConflict(job) from None
+            except Missing:  # the job of this key is being removed: it goes first, and what was written for it just now
+                with contextlib.suppress(JobNotFound):
+                    await self.remove(job)
+                if self._jobs_dir is not None:
+                    await asyncio.to_thread(self._jobs_dir.remove, job)
         # Last, so that a listed job is complete. Nothing has been acknowledged before this point.
         await self._functions.call("announce", service_keys(), job)
         return await self._written_down(job)
@@ -209,28 +223,41 @@ class JobTable:
         return read_record(job, fields)
 
     async def page(
-        self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
+        self,
+        limit: int = 20,
+        after: str | None = None,
+        *,
+        before: str | None = None,
+        order: str = "asc",
     ) -> list[JobRecord]:
-        """Jobs by id, i.e. in order of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
+        """Jobs by id, i.e. in order of creation; ``after`` and ``before`` are exclusive, and may have been removed.
+
+        Raises InvalidCursor.
+        """
         if order not in ("asc", "desc"):
             raise ValueError(f"order must be asc or desc, not {order!r}")
         await self._ensure_rebuilt()
-        jobs = service_key("jobs")
         for cursor in (after, before):
-            if cursor is not None and await self._redis.zscore(jobs, cursor) is None:
+            is_there = cursor is None or await self._redis.zscore(service_key("jobs"), cursor) is not None
+            if not is_there and not may_have_been(str(cursor), self._now()):
                 raise InvalidCursor(f"there is no job {cursor!r} to continue from")
+        found: list[JobRecord] = []
+        while (num_wanted := limit - len(found)) > 0:
+            ids = await self._ids(num_wanted, after, before, order)
+            found += await self._get_many(ids)  # what was removed meanwhile is not among them
+            if len(ids) < num_wanted:
+                break
+            after = ids[-1]
+        return found
+
+    async def _ids(self, limit: int, after: str | None, before: str | None, order: str) -> list[str]:
         lowest, highest = (after, before) if order == "asc" else (before, after)
         start, end = f"({lowest}" if lowest else "-", f"({highest}" if highest else "+"
-        ids = await self._redis.zrange(
-            jobs,
-            start if order == "asc" else end,
-            end if order == "asc" else start,
-            desc=order == "desc",
-            bylex=True,
-            offset=0,
-            num=limit,
+        first, last = (start, end) if order == "asc" else (end, start)
+        found = await self._redis.zrange(
+            service_key("jobs"), first, last, desc=order == "desc", bylex=True, offset=0, num=limit
         )
-        return await self._get_many([job.decode() for job in ids])
+        return [job.decode() for job in found]
 
     async def served(self) -> list[str]:
         """Jobs that rollout workers serve, oldest first."""
@@ -247,6 +274,39 @@ class JobTable:
         said = (str(queued), "", self._time(), reason.code, reason.message, entering.code, entering.message, 0)
         with contextlib.suppress(Forbidden):  # no state leads here: only the reason of a queued job changes
             await self._functions.call("set_status", job_keys(job), *said)
+
+    async def unowned(self) -> list[JobRecord]:
+        """Jobs that are not over and that no trainer has, without their specifications."""
+        jobs = await self._open()
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for job in jobs:
+                pipeline.hget(job_key(job, "trainer"), "token")
+            tokens = await pipeline.execute()
+        found = [job for job, token in zip(jobs, tokens, strict=True) if not token]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for job in found:
+                pipeline.hmget(job_key(job, "job"), *FIELDS_WITHOUT_SPEC)
+            rows = await pipeline.execute()
+        return [record for job, row in zip(found, rows, strict=True) if (record := self._open_one(job, row))]
+
+    def _open_one(self, job: str, row: list[bytes | None]) -> JobRecord | None:
+        fields = {
+            name.encode(): value for name, value in zip(FIELDS_WITHOUT_SPEC, row, strict=True) if value is not None
+        }
+        record = self._readable(job, {b"spec": b"{}", **fields}) if fields else None
+        return record if record is not None and record.finished_at is None else None
+
+    async def explain_unowned(self, job: str, reason: StatusReason) -> bool:
+        """Show why a job without a trainer waits. False: a trainer has it, or it is over."""
+        try:
+            said = await self._functions.call(
+                "explain_unowned", self._keys(job), self._time(), reason.code, reason.message
+            )
+        except Missing:
+            return False
+        if said:
+            await self._written_down(job)
+        return bool(said)
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
@@ -277,7 +337,8 @@ class JobTable:
     async def set_desired_state(
         self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
     ) -> JobRecord:
-        """Record the user's wish; the owner carries it out. A queued job is cancelled at once.
+        """Record the user's wish; the owner carries it out. A job that waits for a trainer is cancelled at once, if it
+        is queued or nothing of it is to be drained or saved.
 
         Repeating a wish is no error; a cancellation cannot be undone, only its ``manner`` can change, and a finished
         job accepts no other wish (IllegalTransition). Raises JobNotFound.
@@ -336,6 +397,68 @@ class JobTable:
         await self._functions.call("announce", service_keys(), job.id)
         return await self._written_down(job.id)
 
+    @contextlib.asynccontextmanager
+    async def used(self, job: str) -> AsyncIterator[None]:
+        """While another job is made out of this one, it cannot be removed. Raises JobNotFound."""
+        use = uuid4().hex
+        try:
+            await self._functions.call("use_job", self._keys(job), use, int(self._now()))
+        except Missing:
+            raise JobNotFound(job) from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Away):
+                await self._functions.call("end_use", self._keys(job), use)
+
+    async def remove(self, job: str, *, made_from: Callable[[JobRecord], str | None] = lambda _: None) -> None:
+        """Everything of a job that is over, its record last: a removal that was cut off is finished by the next one.
+        ``made_from``: the job that a job needs, which stays.
+
+        Raises JobNotFound, IllegalTransition (it is not over), JobInUse.
+        """
+        await self._ensure_rebuilt()
+        is_gone = False
+        while not is_gone:
+            digest = await self._begin_removal(job, made_from)
+            if digest:  # before its directory, which a repetition under its key would make again
+                await self._functions.call("release_key", service_keys(), job, digest)
+            if self._jobs_dir is not None:
+                await asyncio.to_thread(self._jobs_dir.remove, job)
+            await self._functions.call("withdraw_job", service_keys(), job)
+            await self._functions.call("remove_job", job_keys(job))
+            # Not where the server was wiped meanwhile and given the job back.
+            is_gone = not await self._redis.exists(job_key(job, "job"))
+
+    async def _begin_removal(self, job: str, made_from: Callable[[JobRecord], str | None]) -> str:
+        """The digest of the idempotency key that it was submitted under, or an empty text."""
+        while True:
+            record = await self.get(job)
+            known, removing = await self._redis.hmget(job_key(job, "job"), "num_uses", "removing")
+            if removing is None and record.status.is_terminal:
+                async for other in self._all():
+                    if made_from(other) == job:
+                        raise JobInUse(job, f"{other.id} was made from it")
+            digest = "" if self._jobs_dir is None else await asyncio.to_thread(_key_digest, self._jobs_dir, job)
+            try:
+                found = await self._functions.call(
+                    "begin_removal", self._keys(job), known or 0, digest, int(self._now())
+                )
+            except Missing:
+                raise JobNotFound(job) from None
+            except Forbidden as refusal:
+                raise IllegalTransition(job, refusal.detail, "removed") from None
+            except Conflict:
+                raise JobInUse(job, "another job is just being made from it", passes=True) from None
+            if found != AGAIN:
+                return str(found.decode())
+
+    async def _all(self) -> AsyncIterator[JobRecord]:
+        ids = [job.decode() for job in await self._redis.zrange(service_key("jobs"), 0, -1)]
+        for first in range(0, len(ids), 100):
+            for record in await self._get_many(ids[first : first + 100]):
+                yield record
+
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         """Raises Fenced."""
         await self._functions.call("update_progress", job_keys(job), token, step, version)
@@ -382,9 +505,10 @@ class JobTable:
             return lost
         return lost + [(job, owner) for job, owner in found if owner.job_is_queued]
 
-    async def give_up_lost(self, own: str) -> list[str]:
+    async def give_up_lost(self, own: str = "") -> list[str]:
         """Drop dead owners of jobs other than ``own`` (beat still for a whole lease): such a job waits for a trainer
-        and holds no engine. Busy trainers call this at least twice per lease; idle ones claim such jobs instead."""
+        and holds no engine. Busy trainers and the API call this at least twice per lease; idle trainers claim such jobs
+        instead."""
         given_up = []
         for job in await self._open():
             owner = await self._seen(job) if job != own else None
@@ -524,6 +648,14 @@ class JobTable:
 
     def _time(self) -> str:
         return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _key_digest(jobs_dir: JobsDir, job: str) -> str:
+    """Of the idempotency key that it was submitted under; empty where there is none, or its record is damaged."""
+    try:
+        return JobRecords(jobs_dir.job(job)).accepted().idempotency or ""
+    except (DamagedRecord, FileNotFoundError):
+        return ""
 
 
 def _digest_of_key(idempotency_key: str) -> str:

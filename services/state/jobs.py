@@ -7,6 +7,7 @@ It stores nothing.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -101,6 +102,7 @@ def sources_of(target: JobStatus) -> list[JobStatus]:
 # docs/failures.md has to explain each.
 WaitCode: TypeAlias = Literal[
     "waiting_for_workers",
+    "no_trainer",
     "capacity",
     "yielded",
     "loading_model",
@@ -190,6 +192,14 @@ class JobConflict(Exception):
     def __init__(self, job: str) -> None:
         super().__init__(f"this key or id was already used for job {job!r} with a different body; use a new key")
         self.job = job
+
+
+class JobInUse(Exception):
+    """Another job cannot do without it; where it ``passes``, that one is only being made."""
+
+    def __init__(self, job: str, why: str, *, passes: bool = False) -> None:
+        super().__init__(f"{why}: try again" if passes else f"{why}: {job} cannot be removed before that one is")
+        self.job, self.passes = job, passes
 
 
 class IllegalTransition(Exception):
@@ -306,12 +316,32 @@ class Claim:
 
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
+_OURS = re.compile(f"job_[0-7][{_CROCKFORD}]{{25}}")
+_THIS_CENTURY_S, _DAY_S = 978_307_200, 86_400
 
 
 def new_job_id(time_s: float) -> str:
     """``job_`` + 48 bits of milliseconds + 80 random bits: ids sort by time and cannot be guessed."""
     number = (int(time_s * 1000) << 80) | secrets.randbits(80)
     return "job_" + "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def may_have_been(job: str, now_s: float) -> bool:
+    """Whether this may be the id of a job that was removed: one of ours, from this century and not from the future."""
+    if not _OURS.fullmatch(job):
+        return False
+    number = 0
+    for letter in job.removeprefix("job_"):
+        number = number * 32 + _CROCKFORD.index(letter)
+    return _THIS_CENTURY_S < (number >> 80) / 1000 < now_s + _DAY_S
+
+
+# What a record is read from, but for the specification, which is most of it.
+FIELDS_WITHOUT_SPEC = (
+    *("revision", "owner", "status", "desired_state", "reason_code", "reason_message", "reason_since"),
+    *("attempt", "epoch", "step", "policy_version", "created_at", "started_at", "finished_at"),
+    *("settings_version", "settings", "cancel_manner", "yields", "attempts", "went_back"),
+)
 
 
 def read_record(job: str, fields: dict[bytes, bytes]) -> JobRecord:

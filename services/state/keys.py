@@ -69,6 +69,7 @@ JOB_KEYS = (
     "talk_keys",  # hash: id -> packed {digest, shown, turns, tokens, ms} of keys that talk without an episode
     "talk_used",  # hash: "id:turns" and so on -> what a key has used; bytes -> of all traffic
     "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes
+    "uses",  # sorted set: requests that are making a job out of this one -> when they began (Unix s)
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)

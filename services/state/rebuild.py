@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from services.files.job_dir import JobDir, JobsDir
-from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord
+from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord, reported_steps
 from services.process.telemetry import get_logger
 from services.state.functions import Functions
 from services.state.jobs import DesiredState, JobStatus, default_reason
@@ -107,6 +107,9 @@ class Rebuild:
 
     async def _restore_metrics(self, job: str, directory: JobRecords) -> None:
         lines = await asyncio.to_thread(lambda: list(directory.metrics()))
+        # First, so that nobody reports again what is only not restored yet.
+        if reported := max(reported_steps(lines), default=None):
+            await self._functions.call("mark_reported", job_keys(job), *reported)
         for record in lines[-METRIC_STEPS:]:
             step = record.pop("step", None)
             values = {name: value for name, value in record.items() if name not in ("version", "epoch")}

@@ -1,7 +1,8 @@
 """The API's requests to rollout workers, since the API runs no environment code itself: an order, an answer.
 
-The rule: one worker takes a request, and the request dies with it; the asker learns that no answer came and may ask
-again, since requests are safe to repeat. The next asker removes requests that have outlived their asker's wait.
+The rule: one worker takes a request, any or the one that it names, and the request dies with it; the asker learns that
+no answer came and may ask again, since requests are safe to repeat. The next asker removes requests that have outlived
+their asker's wait.
 """
 
 from __future__ import annotations
@@ -52,20 +53,21 @@ class WorkerRequests:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
 
-    async def send(self, order: Mapping[str, Any], *, is_awaited: bool = True) -> str:
-        """Returns the request's id. Raises TooManyRequests."""
+    async def send(self, order: Mapping[str, Any], *, is_awaited: bool = True, worker: str = "") -> str:
+        """Returns the request's id. ``worker``: for this one only. Raises TooManyRequests."""
         if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
             await self._sweep(None)
             if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
                 raise TooManyRequests
-        fields = {"order": json.dumps(dict(order), allow_nan=False), "awaited": int(is_awaited)}
+        fields = {"order": json.dumps(dict(order), allow_nan=False), "awaited": int(is_awaited), "worker": worker}
         request: bytes = await self._redis.xadd(_ORDERS, fields)
         await self._sweep(request.decode())
         return request.decode()
 
-    async def ask(self, order: Mapping[str, Any], timeout_s: float) -> Any:
-        """The worker's answer. Raises TooManyRequests, NoWorkerThere, NoAnswer, WorkerRequestFailed."""
-        request = await self.send(order)
+    async def ask(self, order: Mapping[str, Any], timeout_s: float, *, worker: str = "") -> Any:
+        """The answer of any worker, or of this one. Raises TooManyRequests, NoWorkerThere, NoAnswer,
+        WorkerRequestFailed."""
+        request = await self.send(order, worker=worker)
         try:
             answer = await self._wait(request, timeout_s)
         finally:
@@ -81,7 +83,8 @@ class WorkerRequests:
             return after, None
         entry, fields = reply[0][1][0]
         request = entry.decode()
-        if not await self._redis.hsetnx(_CLAIMS, request, worker):
+        wanted = fields.get(b"worker", b"").decode()
+        if wanted not in ("", worker) or not await self._redis.hsetnx(_CLAIMS, request, worker):
             return request, None
         return request, WorkerRequest(request, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
 

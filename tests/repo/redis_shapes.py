@@ -83,8 +83,8 @@ async def _play(bus: Bus, store: Store) -> Any:
     await bus.commit(job, claim.token, 1, [0, 1])
     await store.events.trim(job, 1)
     yield
-    await store.jobs.release(job, claim.token)
     await store.jobs.set_desired_state(job, DesiredState.CANCELLED, manner=CancelManner.NOW)
+    await store.jobs.release(job, claim.token)
     for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
         await store.jobs.set_status(job, status)
     yield

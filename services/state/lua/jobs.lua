@@ -123,10 +123,19 @@ local function contains(values, wanted, first)
   return false
 end
 
--- specification, its digest, now, reason code and message -> 1, or 0 when the same job exists
+local function is_unowned(K)
+  local owner = redis.call("HGET", K.trainer, "token")
+  return not owner or owner == ""
+end
+
+-- specification, its digest, now, reason code and message -> 1, or 0 when the same job exists; missing where it is being
+-- removed
 register("create", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
-  local digest = redis.call("HGET", K.job, "digest")
+  local digest, removing = unpack(redis.call("HMGET", K.job, "digest", "removing"))
+  if removing then
+    return refuse("MISSING", "job")
+  end
   if digest then
     if digest ~= args[2] then
       return refuse("CONFLICT", "another body")
@@ -179,8 +188,27 @@ register("set_status", FREES, function(keys, args)
   return 1
 end)
 
--- desired state, now, code and message for a job that is cancelled before any trainer has it, how it is to be
--- cancelled ("" for another wish), terminal states
+-- now, reason code and message -> 1, or 0 where a trainer has the job or it is over: what another process says of a job
+-- that nobody trains
+register("explain_unowned", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local status, known, said = unpack(redis.call("HMGET", K.job, "status", "reason_code", "reason_message"))
+  if not status then
+    return refuse("MISSING", "job")
+  end
+  if redis.call("HEXISTS", K.job, "finished_at") == 1 or not is_unowned(K) then
+    return 0
+  end
+  if known ~= args[2] or said ~= args[3] then
+    set_reason(K, args[2], args[3], args[1])
+    revise(K)
+    emit_status(K, status)
+  end
+  return 1
+end)
+
+-- desired state, now, code and message for a job that is cancelled while no trainer has it, how it is to be cancelled
+-- ("" for another wish), terminal states. What only a trainer can do (drain, save) waits for one, once the job has begun.
 register("set_desired_state", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local desired, now, manner = args[1], args[2], args[5]
@@ -189,7 +217,9 @@ register("set_desired_state", FREES, function(keys, args)
     return refuse("MISSING", "job")
   end
   local is_over = contains(args, current, 6)
-  if before == desired and (is_over and desired == "cancelled" or not is_over and (known_manner or "") == manner) then
+  local waits_for_nobody = current == "queued" or manner == "now" and is_unowned(K)
+  local ends_at_once = desired == "cancelled" and not is_over and waits_for_nobody
+  if not ends_at_once and before == desired and (is_over and desired == "cancelled" or not is_over and (known_manner or "") == manner) then
     return 0
   end
   if is_over or before == "cancelled" and desired ~= "cancelled" then
@@ -199,7 +229,7 @@ register("set_desired_state", FREES, function(keys, args)
   if manner ~= "" then
     redis.call("HSET", K.job, "cancel_manner", manner)
   end
-  if desired == "cancelled" and current == "queued" then
+  if ends_at_once then
     finish(K, now)
     enter(K, current, "cancelled", now, args[3], args[4])
   else
@@ -240,8 +270,8 @@ end)
 register("reopen", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local now, step = args[1], args[5]
-  local status, held = unpack(redis.call("HMGET", K.job, "status", "settings"))
-  if not status then
+  local status, held, removing = unpack(redis.call("HMGET", K.job, "status", "settings", "removing"))
+  if not status or removing then
     return refuse("MISSING", "job")
   end
   if not contains(args, status, 9) then
@@ -428,6 +458,73 @@ register("raise_epoch", FREES, function(keys, args)
     revise(K)
   end
   return redis.call("HGET", K.job, "epoch")
+end)
+
+-- Whoever makes a job out of another says so before, and when it is made; one that died meanwhile counts for an hour.
+local USE_S = 3600
+
+-- name of the request, now (s): from now on the job cannot be removed
+register("use_job", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local status, removing = unpack(redis.call("HMGET", K.job, "status", "removing"))
+  if not status or removing then
+    return refuse("MISSING", "job")
+  end
+  redis.call("HINCRBY", K.job, "num_uses", 1)
+  redis.call("ZADD", K.uses, args[2], args[1])
+  return 1
+end)
+
+-- name of the request: the job that it made is there to be seen, or there will be none
+register("end_use", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local has_ended = redis.call("ZREM", K.uses, args[1])
+  if has_ended == 1 and redis.call("EXISTS", K.job) == 1 then
+    redis.call("HINCRBY", K.job, "num_uses", 1)
+  end
+  return has_ended
+end)
+
+-- how many beginnings and ends of uses the caller knew of before it looked for jobs that were made out of this one, digest of the job's
+-- idempotency key or "", now (s) -> the digest, when the job can only be removed from now on; "again" when the caller has to look
+-- again
+register("begin_removal", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local status, removing = unpack(redis.call("HMGET", K.job, "status", "removing"))
+  if not status then
+    return refuse("MISSING", "job")
+  end
+  if removing then
+    if removing == "" and args[2] ~= "" then
+      redis.call("HSET", K.job, "removing", args[2])
+      return args[2]
+    end
+    return removing
+  end
+  if redis.call("HEXISTS", K.job, "finished_at") == 0 then
+    return refuse("FORBIDDEN", status)
+  end
+  if #redis.call("ZRANGE", K.uses, tonumber(args[3]) - USE_S, "+inf", "BYSCORE") > 0 then
+    return refuse("CONFLICT", "a job is being made out of it")
+  end
+  if number_of(K.job, "num_uses") ~= tonumber(args[1]) then
+    return "again"
+  end
+  redis.call("HSET", K.job, "removing", args[2])
+  return args[2]
+end)
+
+-- All of a job whose removal has begun. Its record is the last to go.
+register("remove_job", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  if redis.call("HEXISTS", K.job, "removing") == 0 then
+    return 0
+  end
+  for _, key in pairs(K) do
+    redis.call("UNLINK", key)
+  end
+  redis.call("UNLINK", string.sub(K.job, 1, -1 - #"job") .. "dead_letters")
+  return 1
 end)
 
 -- token, step, version

@@ -97,6 +97,18 @@ register("current_version", READS, function(keys, args)
   return version and redis.call("HGET", K.versions, version)
 end)
 
+local function add_metrics(K, step, args, first)
+  local values = read_packed(K.metrics, step) or {}
+  for position = first, #args, 2 do
+    values[args[position]] = args[position + 1]
+  end
+  write_packed(K.metrics, step, values)
+  redis.call("ZADD", K.metric_steps, step, step)
+  if redis.call("ZCARD", K.metric_steps) > METRIC_STEPS_KEPT then
+    redis.call("HDEL", K.metrics, redis.call("ZPOPMIN", K.metric_steps)[1])
+  end
+end
+
 -- token or "", step, name, value, ...: values are kept as the text that the caller wrote, so none loses precision
 register("add_metrics", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
@@ -104,15 +116,49 @@ register("add_metrics", FREES, function(keys, args)
   if refusal then
     return refusal
   end
-  local step = args[2]
-  local values = read_packed(K.metrics, step) or {}
-  for position = 3, #args, 2 do
-    values[args[position]] = args[position + 1]
+  add_metrics(K, args[2], args, 3)
+  return 1
+end)
+
+-- This step, or a later one: they come in order.
+local function was_reported(K, epoch, step)
+  local last_epoch, last_step = unpack(redis.call("HMGET", K.job, "reported_epoch", "reported_step"))
+  if not last_epoch then
+    return false
   end
-  write_packed(K.metrics, step, values)
-  redis.call("ZADD", K.metric_steps, step, step)
-  if redis.call("ZCARD", K.metric_steps) > METRIC_STEPS_KEPT then
-    redis.call("HDEL", K.metrics, redis.call("ZPOPMIN", K.metric_steps)[1])
+  last_epoch, last_step = tonumber(last_epoch), tonumber(last_step)
+  return epoch < last_epoch or epoch == last_epoch and step <= last_step
+end
+
+-- token or "", epoch, step, the event as JSON, name, value, ... -> 1, or 0 where this step or a later one was
+-- reported before: numbers and event of a step that was trained come together, once
+register("report_step", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local refusal = refusal_to_write(K, args[1], "report of step " .. args[3])
+  if refusal then
+    return refusal
+  end
+  if was_reported(K, tonumber(args[2]), tonumber(args[3])) then
+    return 0
+  end
+  add_metrics(K, args[3], args, 5)
+  redis.call("HSET", K.job, "reported_epoch", args[2], "reported_step", args[3])
+  local nonce = "step " .. args[2] .. " " .. args[3]
+  if not redis.call("HGET", K.event_nonces, nonce) then
+    emit(K, nonce, "step", args[4])
+  end
+  return 1
+end)
+
+-- epoch, step: steps up to this one were reported before the server lost that
+register("mark_reported", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local refusal = refusal_to_write(K, "", "the mark of reports")
+  if refusal then
+    return refusal
+  end
+  if not was_reported(K, tonumber(args[1]), tonumber(args[2])) then
+    redis.call("HSET", K.job, "reported_epoch", args[1], "reported_step", args[2])
   end
   return 1
 end)

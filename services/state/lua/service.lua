@@ -31,6 +31,23 @@ register("announce", {}, function(keys, args)
   return 1
 end)
 
+-- job id, digest of its idempotency key: the key may name another job
+register("release_key", FREES, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if redis.call("HGET", K.idempotency, args[2]) == args[1] then
+    redis.call("HDEL", K.idempotency, args[2])
+    redis.call("ZREM", K.idempotency_order, args[2])
+  end
+  return 1
+end)
+
+-- job id: it is listed no more
+register("withdraw_job", FREES, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  redis.call("SREM", K.open_jobs, args[1])
+  return redis.call("ZREM", K.jobs, args[1])
+end)
+
 local function forget(K, kind, name)
   redis.call("ZREM", K[kind .. "_signs"], name)
   redis.call("HDEL", K[kind .. "_beats"], name)
