@@ -15,6 +15,9 @@ from gspo_core.messages import Message
 if TYPE_CHECKING:
     from gspo_core.environment_records import CheckRecord, Description
 
+NOT_LOADED = "it cannot be loaded: "
+"""What an answer about an environment begins with where a job that names it could never begin."""
+
 
 class Reason(TypedDict):
     """Why a job is where it is."""
@@ -112,6 +115,15 @@ class ReplayDetail(Replay):
     """What ``gspo replay --json`` prints."""
 
 
+class PastEvent(TypedDict):
+    """An event of a page."""
+
+    id: str
+    type: str
+    created_at: str
+    data: dict[str, JSON]
+
+
 class Job(TypedDict):
     """A job as the API shows it."""
 
@@ -119,6 +131,9 @@ class Job(TypedDict):
     id: str
     name: str | None
     model: str
+    environments: NotRequired[list[str]]
+    """What each is loaded from. Releases before 0.3 do not say, nor the next."""
+    objective: NotRequired[str | None]
     status: str
     desired_state: str
     status_reason: Reason | None
@@ -364,6 +379,12 @@ class Worker(TypedDict):
     links: dict[str, str]
     state: NotRequired[str | None]
     job: NotRequired[str | None]
+    label: NotRequired[str]
+    """Of the weights that an engine holds."""
+    jobs: NotRequired[list[str]]
+    num_episodes: NotRequired[int]
+    host: NotRequired[str]
+    device: NotRequired[str]
     pid: NotRequired[int]
 
 

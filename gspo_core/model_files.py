@@ -42,6 +42,16 @@ def problem_of(model_dir: Path) -> str | None:
     return config_problem(config) if isinstance(config, dict) else f"{model_dir}/config.json holds no object"
 
 
+def context_of(model_dir: Path) -> int | None:
+    """The most tokens that it reads and writes; None where its files do not say."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    given = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return given if isinstance(given, int) and given > 0 else None
+
+
 def config_problem(config: Mapping[str, object]) -> str | None:
     """Why no job can train a model of this configuration."""
     if not isinstance(config.get("model_type"), str):

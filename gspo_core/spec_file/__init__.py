@@ -8,7 +8,7 @@ that a file says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from pydantic import ValidationError
 
 from gspo_core import strict_json
 from gspo_core.json_value import JSON
-from gspo_core.problems import KeyPath, problems, spell
+from gspo_core.problems import KeyPath, Problem, problems, spell
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import toml_text, yaml_text
+from gspo_core.spec_sizes import size_problems
 from gspo_core.strict_json import TextRejected
 
 # A job is a page of text. More values than this come from a file that expands (YAML aliases of aliases).
@@ -57,9 +58,12 @@ def load_job_spec(path: Path | str) -> JobSpec:
     if not isinstance(data, dict):
         raise SpecFileError(f"{path}: a job must be written as keys and values, not as {_kind(data)}")
     try:
-        return JobSpec.model_validate(data)
+        spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecFileError(_report(path, error, data, form.lines(text))) from None
+        raise SpecFileError(_report(path, problems(error, JobSpec, data), form.lines(text))) from None
+    if too_large := size_problems(spec):
+        raise SpecFileError(_report(path, too_large, form.lines(text)))
+    return spec
 
 
 def _text(path: Path) -> str:
@@ -77,9 +81,9 @@ def _text(path: Path) -> str:
         raise SpecFileError(f"{path}:{line}: not UTF-8") from None
 
 
-def _report(path: Path, error: ValidationError, data: Any, lines: Lines) -> str:
+def _report(path: Path, wrong: Sequence[Problem], lines: Lines) -> str:
     found = []
-    for problem in problems(error, JobSpec, data):
+    for problem in wrong:
         line = next((lines[problem.path[:n]] for n in range(len(problem.path), 0, -1) if problem.path[:n] in lines), 0)
         found.append((line, f"{path}:{line}: {problem.message}" if line else f"{path}: {problem.message}"))
     return "\n".join(text for _, text in found)

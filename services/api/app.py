@@ -27,6 +27,7 @@ from services.api.http.repeats import RepeatMiddleware
 from services.api.http.requests import RequestMiddleware
 from services.api.http.sse import PING_S, render
 from services.api.http.traffic import Traffic
+from services.api.http.unattended import Unattended
 from services.api.routes import (
     artifacts,
     capabilities,
@@ -93,7 +94,8 @@ def create_app(
         async with open_backend() as backend:
             presence = Presence(backend.store, lease_s, time.monotonic)
             app.state.context = _context(backend, presence, seen, ring, stopping or asyncio.Event(), ping_s)
-            async with _at_work(app.state.context, presence):
+            unattended = Unattended(backend.store, presence, lease_s, time.monotonic)
+            async with _at_work(app.state.context, presence, unattended):
                 yield
 
     app = Application(
@@ -121,14 +123,15 @@ def create_app(
 
 
 @asynccontextmanager
-async def _at_work(context: ApiContext, presence: Presence) -> AsyncIterator[None]:
+async def _at_work(context: ApiContext, presence: Presence, unattended: Unattended) -> AsyncIterator[None]:
     watching = asyncio.create_task(presence.run(), name="presence")
+    telling = asyncio.create_task(unattended.run(), name="jobs without a trainer")
     try:
         yield
     finally:
         await context.exports.close()
         await context.replays.close()
-        await cancel_all([watching], again_after_s=0.1)
+        await cancel_all([watching, telling], again_after_s=0.1)
         await presence.close()
 
 

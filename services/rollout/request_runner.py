@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import cast
 
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
+from gspo_core.keeper import how_it_ended
 from gspo_core.model_files import refusal_of
 from services.hosts.local import LocalHosts
 from services.hosts.registry import EnvironmentNotFound, ExaminationReport
@@ -202,8 +202,7 @@ def _read(status: int, descriptor: int) -> dict[str, JSON]:
         said = None
     if isinstance(said, dict):
         return said
-    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return {"error": f"it ended the process that it ran in ({how})"}
+    return {"error": f"it ended the process that it ran in ({how_it_ended(status)})"}
 
 
 def _failed(message: str) -> JSON:

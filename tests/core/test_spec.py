@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from gspo_core.documented import Documented, field_docs
 from gspo_core.log.settings import learner_config
 from gspo_core.problems import problems
 from gspo_core.spec import EpisodeLimits, JobSpec, Limits, RolloutSpec, spec_warnings
+from gspo_core.spec_file import SpecFileError, load_job_spec
+from gspo_core.spec_sizes import size_problems
 
 MINIMAL: dict[str, Any] = {"model": "Qwen/Qwen3-0.6B", "environments": [{"ref": "environments.calculator:Calculator"}]}
 
@@ -415,3 +418,29 @@ def test_a_job_is_wholly_of_agents_or_wholly_of_environments():
 def test_an_agent_is_started_in_exactly_one_way(agent: dict[str, Any], said: str):
     with pytest.raises(ValidationError, match=said):
         JobSpec(model="m", environments=[{"ref": "a.py:run", "agent": agent}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout": {"group_size": 10**9}}, "rollout.group_size may be at most 4,096, not 1,000,000,000"),
+        ({"steps": 10**9}, "steps may be at most 10,000,000, not 1,000,000,000"),
+        ({"groups_per_step": 10**6}, "groups_per_step may be at most 65,536, not 1,000,000"),
+        ({"groups_per_step": 65_536, "rollout": {"group_size": 64}}, "20,971,520 episodes in flight"),
+    ],
+)
+def test_sizes_that_no_installation_holds_are_refused_of_new_jobs_alone(changes: dict[str, Any], said: str):
+    """An older release accepted them, and what it accepted stays readable."""
+    (problem,) = size_problems(spec_of(**changes))
+    assert said in problem.message
+
+
+def test_a_file_of_absurd_sizes_is_refused_with_its_line(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text("model: m\nenvironments: [{ref: 'a:B'}]\nrollout:\n  group_size: 1000000000\n")
+    with pytest.raises(SpecFileError, match=r"job.yaml:4: rollout.group_size may be at most 4,096"):
+        load_job_spec(path)
+
+
+def test_large_sizes_are_taken():
+    assert size_problems(spec_of(groups_per_step=512, rollout={"group_size": 64}, steps=10**6)) == []

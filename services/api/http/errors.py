@@ -24,7 +24,7 @@ from services.api.views.history import EpisodeNotKept, GroupNotKept
 from services.files.batch_log import DamagedBatchLog
 from services.hosts.registry import EnvironmentNotFound
 from services.state.keys import InvalidJobId
-from services.state.store import IllegalTransition, InvalidCursor, JobConflict, JobNotFound
+from services.state.store import IllegalTransition, InvalidCursor, JobConflict, JobInUse, JobNotFound
 
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -142,6 +142,7 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     JobNotFound: (404, "job_not_found", "id"),
     InvalidJobId: (404, "job_not_found", "id"),
     JobConflict: (409, "idempotency_conflict", "Idempotency-Key"),
+    JobInUse: (409, "job_in_use", None),
     IllegalTransition: (409, "invalid_transition", None),
     InvalidCursor: (400, "invalid_cursor", "after"),
     EnvironmentNotFound: (404, "environment_not_found", "environment"),

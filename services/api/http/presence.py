@@ -65,7 +65,10 @@ class Presence:
             await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
 
     async def members(self) -> list[Member]:
-        """Every registered process. Callers that ask at the same time share one answer."""
+        """Every registered process. Callers that ask at the same time share one answer, which is no older than their
+        question."""
+        if self._looking is not None and not self._looking.done():
+            await asyncio.wait([self._looking])  # it may have read already what has changed since
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="looking at processes")
             # It may fail after its callers have gone.

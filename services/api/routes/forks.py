@@ -97,6 +97,7 @@ async def fork(
         await forking.require_kept(context, at, caller)  # else what is said of its settings is beside the point
         raise
     if query.dry_run:
+        submitting.require_reasonable(spec)
         found = await forking.planned(context, spec, caller)
         plan = ForkPlanView(
             parent=id,
@@ -189,10 +190,11 @@ async def retrain(
     caller: Caller = request.scope["caller"]
     source = await context.store.jobs.get(id)
     at, num_steps = await _wanted(context, source, wanted)
+    spec = recording.retrained(source, at, num_steps, wanted.name, wanted.set)
     if query.dry_run:
+        submitting.require_reasonable(spec)
         plan = RetrainPlanView(job=id, first=at.first, last=at.last, steps=num_steps, rewards=len(wanted.rewards))
         return Response(plan.model_dump_json(), media_type="application/json")
-    spec = recording.retrained(source, at, num_steps, wanted.name, wanted.set)
     fresh_id = new_job_id(time.time())
 
     async def bring(spec: JobSpec, job_id: str) -> None:

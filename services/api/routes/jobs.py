@@ -14,14 +14,14 @@ from gspo_core.spec import JobSpec, spec_warnings
 from services.api.http import audit, listing
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.errors import RequestRefused, documented
+from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.routers import v1_router
 from services.api.http.stored_specs import readable_spec, spec_of
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlannedJobView, PlanView, job_view, page
-from services.state.jobs import CancelManner, DesiredState, JobRecord, JobStatus, new_job_id
+from services.state.jobs import CancelManner, DesiredState, JobInUse, JobRecord, JobStatus, new_job_id
 
 router = v1_router("jobs", "/jobs")
 
@@ -112,6 +112,7 @@ async def submit(
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
     if query.dry_run:
+        submitting.require_reasonable(spec)
         spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
         await submitting.check_model(context, spec)
         spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
@@ -195,6 +196,22 @@ async def resume(id: str, query: Annotated[ResumeQuery, Query()], context: Conte
             409, "invalid_transition", f"{id} is {job.status}: only a job that is over goes back or on"
         )
     return job_view(await wish(context, id, DesiredState.RUNNING))
+
+
+@router.delete("/{id}", status_code=204, responses=documented(409))
+async def remove(id: str, context: ContextOf) -> None:
+    """Remove a job that is over, with all that it has made: checkpoints, weights, episodes, metrics. A job that another
+    one was forked from, or is trained on the episodes of, stays until that one is removed."""
+    job = await context.store.jobs.get(id)
+    if not job.status.is_terminal:
+        raise RequestRefused(409, "job_not_over", f"the job is {job.status}: cancel it first", headers=FINAL)
+    try:
+        await context.store.jobs.remove(job.id, made_from=parent_of)
+    except JobInUse as error:
+        if error.passes:
+            raise RequestRefused(409, "in_progress", str(error)) from error
+        raise
+    audit.changed("job", id, {"status": str(job.status)}, {"status": "removed"})
 
 
 @router.post("/{id}/cancel", responses=documented(409))

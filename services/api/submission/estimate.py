@@ -7,8 +7,10 @@ out.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+from gspo_core.model_files import context_of
 from gspo_core.spec import EpisodeLimits, JobSpec
 
 # Of a batch log: id, log-prob and mask of a token; what a segment has beside its tokens, at most 440 in
@@ -19,13 +21,15 @@ TOKEN_BYTES, SEGMENT_BYTES = 9, 512
 def estimate(spec: JobSpec) -> dict[str, int]:
     """Reads the model's configuration: call it in a thread."""
     episodes = spec.groups_per_step * spec.rollout.group_size
+    context = context_of(Path(spec.model)) or sys.maxsize
     limits = [spec.episode_limits(index) for index in range(len(spec.environments))]
-    logged = [(_max_logged(spec, limit), limit.max_episode_tokens) for limit in limits]
+    sampled = [min(limit.max_episode_tokens, limit.max_context_tokens, context) for limit in limits]
+    logged = [(_max_logged(spec, limit, context), tokens) for limit, tokens in zip(limits, sampled, strict=True)]
     log_bytes = episodes * max(size for size, _ in logged)
     return {
         "episodes_per_step": episodes,
         "max_episodes_in_flight": (spec.rollout.max_staleness + 1) * episodes,
-        "max_sampled_tokens_per_step": episodes * max(limit.max_episode_tokens for limit in limits),
+        "max_sampled_tokens_per_step": episodes * max(sampled),
         # Of an episode that is as long as it may be; of a shorter one it is more, and the whole less.
         "log_bytes_per_sampled_token": max(-(-size // num_tokens) for size, num_tokens in logged),
         "max_log_bytes": _max_log_bytes(spec, log_bytes),
@@ -35,10 +39,10 @@ def estimate(spec: JobSpec) -> dict[str, int]:
     }
 
 
-def _max_logged(spec: JobSpec, limits: EpisodeLimits) -> int:
+def _max_logged(spec: JobSpec, limits: EpisodeLimits, context: int) -> int:
     """Bytes of an episode of one branch in a batch log."""
     pieces = 2 * limits.max_turns + limits.max_episode_tokens // spec.rollout.chunk_tokens
-    return TOKEN_BYTES * limits.max_context_tokens + SEGMENT_BYTES * pieces + spec.rewards.evidence_bytes
+    return TOKEN_BYTES * min(limits.max_context_tokens, context) + SEGMENT_BYTES * pieces + spec.rewards.evidence_bytes
 
 
 def _max_logs(spec: JobSpec) -> int:

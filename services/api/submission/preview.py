@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo_core.judge_spec import JudgeSpec
-from gspo_core.model_files import problem_of
+from gspo_core.model_files import context_of, problem_of
 from gspo_core.spec import JobSpec
 from services.api.http.errors import RequestRefused
 from services.api.views.store_views import MemoryPlanView
@@ -30,6 +30,7 @@ def look(spec: JobSpec) -> Visible:
     """Reads files: call it in a thread."""
     found = Visible()
     _look_at_model(Path(spec.model), found)
+    _look_at_context(spec, found)
     if HubName.parse(spec.model) is not None and not Path(spec.model).is_dir():
         found.warnings.append(
             f"model: if {spec.model} is of the Hugging Face hub, `gspo fetch {spec.model}` fetches it"
@@ -79,16 +80,39 @@ def _look_at_model(model: Path, found: Visible) -> None:
     found.unchecked.append(f"model: whether trainers and rollout workers see {model}, and whether its weights load")
 
 
+def _look_at_context(spec: JobSpec, found: Visible) -> None:
+    """What is asked for beyond the model's context is never had."""
+    context = context_of(Path(spec.model))
+    if context is None:
+        return
+    asked = spec.limits.max_context_tokens
+    if asked is not None and asked > context:
+        found.warnings.append(
+            f"limits.max_context_tokens: {asked:,} tokens, but the model's context is {context:,}: episodes end there"
+        )
+    if spec.sampling.max_new_tokens > context:
+        found.warnings.append(
+            f"sampling.max_new_tokens: {spec.sampling.max_new_tokens:,} tokens for a turn, but the model's context is "
+            f"{context:,}"
+        )
+
+
 def _look_at_class(param: str, ref: str, found: Visible) -> None:
+    if (problem := problem_of_class(ref)) is not None:
+        found.warnings.append(f"{param}: {problem}")
+
+
+def problem_of_class(ref: str) -> str | None:
+    """What speaks against it where this process runs. Nothing is imported."""
     module, _, attribute = ref.rpartition(":")
     path = Path(module) if module.endswith(".py") else _find(module)
     if path is None or not path.is_file():
         what = f"file {module}" if module.endswith(".py") else f"module {module}"
-        found.warnings.append(f"{param}: there is no {what} where the API runs")
-        return
+        return f"there is no {what} where the API runs"
     names = _names(path)
     if names is not None and attribute.partition(".")[0] not in names:
-        found.warnings.append(f"{param}: {path.name} defines no {attribute}")
+        return f"{path.name} defines no {attribute}"
+    return None
 
 
 def _find(module: str) -> Path | None:

@@ -9,15 +9,18 @@ where jobs run: what it misses is for a rollout worker to judge. It knows no rou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 from gspo_core.spec import JobSpec
+from gspo_core.spec_sizes import size_problems
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext
-from services.api.http.errors import RequestRefused
+from services.api.http.errors import RequestRefused, invalid
 from services.api.submission.environment_refs import pin, pinned_as
+from services.api.submission.prompt_check import check_environments
 from services.files.data_dir import HubDir, HubKind, HubName, commit_of
 from services.files.job_records import JobRecords
 from services.state.store import JobConflict, JobNotFound, JobRecord
@@ -59,12 +62,15 @@ async def submit(
     if held is None:
         # An earlier request of this key may have got no further than what it brought.
         job_id = (await context.store.jobs.under(own_key) if own_key else None) or job_id
+        require_reasonable(spec)
         await check_model(context, spec)
+        await check_environments(context, spec)
         pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-        await (_bring(context, spec, caller, job_id) if bring is None else bring(spec, job_id))
         unused = JobRecords(context.history.job_dir(job_id))
         try:
-            made = await create(pinned.named())
+            async with _kept(context, spec):
+                await (_bring(context, spec, caller, job_id) if bring is None else bring(spec, job_id))
+                made = await create(pinned.named())
         except JobConflict:
             await asyncio.to_thread(unused.forget_prepared)
             # A request sent at the same time may have found other versions.
@@ -80,6 +86,23 @@ async def submit(
                 await asyncio.to_thread(unused.forget_prepared)
             return made
     return await create(named_as(model_as(pinned_as(spec, held), held), held))
+
+
+def require_reasonable(spec: JobSpec) -> None:
+    """Refuses sizes that no installation holds. Raises RequestRefused."""
+    if too_large := size_problems(spec):
+        raise invalid(too_large)
+
+
+@contextlib.asynccontextmanager
+async def _kept(context: ApiContext, spec: JobSpec) -> AsyncIterator[None]:
+    """The job that it is made from cannot be removed meanwhile. Raises JobNotFound."""
+    source = spec.parent or spec.recorded
+    if source is None:
+        yield
+        return
+    async with context.store.jobs.used(source.job):
+        yield
 
 
 async def _bring(context: ApiContext, spec: JobSpec, caller: Caller, job_id: str) -> None:

@@ -91,6 +91,10 @@ class JobView(View):
     id: str
     name: str | None
     model: str
+    environments: list[str]
+    """What each is loaded from."""
+    objective: str | None
+    """Its name; null for one that has none."""
     status: str
     desired_state: str
     """What its user asked for; the trainer that owns the job brings it about."""
@@ -213,6 +217,8 @@ def job_view(job: JobRecord) -> JobView:
         id=job.id,
         name=spec.get("name"),
         model=spec["model"],
+        environments=[one["ref"] for one in spec.get("environments", ())],
+        objective=(spec.get("objective") or {}).get("name"),
         status=str(job.status),
         desired_state=str(job.desired_state),
         status_reason=_reason(job),

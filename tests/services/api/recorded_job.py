@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.demo.demonstrations import NO_MISTAKES, demonstrate
-from examples.demo.tokenizer import write_tokenizer
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.codec import encode
 from gspo_core.env import Environment, load_environment
 from gspo_core.spec import JobSpec
+from gspo_core.starter.tokenizer import write_tokenizer
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Spent, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog

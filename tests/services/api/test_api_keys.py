@@ -119,6 +119,7 @@ ROUTES = (
     ("DELETE", "/v1/jobs/{job}/traces/7", "jobs:write"),
     ("DELETE", "/v1/jobs/{job}/episodes?user=ann", "jobs:write"),
     ("DELETE", "/v1/episodes/{job}/999/0", "jobs:write"),
+    ("DELETE", "/v1/jobs/{job}", "jobs:write"),
     ("POST", "/v1/jobs/{job}/environments/0/description", "jobs:write"),
     ("POST", "/v1/workers/nobody/drain", "admin"),
     ("POST", "/v1/engines/nobody/drain", "admin"),
@@ -135,7 +136,7 @@ NOT_THERE = (
     "replay_not_found",
     *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
     *("worker_not_found", "engine_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
-    *("job_over", "agents_do_not_pull", "lease_over", "trace_not_found"),
+    *("job_over", "agents_do_not_pull", "lease_over", "trace_not_found", "job_not_over"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -174,3 +175,91 @@ async def test_a_dry_run_says_that_images_are_not_read(http: httpx.AsyncClient, 
 async def test_without_a_worker_the_prompts_stay_unchecked(http: httpx.AsyncClient, tmp_path: Path) -> None:
     found = await plan(http, write_files(tmp_path), "environments.calculator:Calculator")
     assert "its prompts fit the model's context" in found["unchecked"][1]
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no file"), ("class Other:\n    pass\n", "has no 'World'; its classes are ['Other']")]
+)
+async def test_a_world_that_neither_api_nor_worker_finds_is_refused(
+    http: httpx.AsyncClient, tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "world.py").write_text(text)
+    ref = f"{tmp_path / 'world.py'}:World"
+    body = SPEC | {"model": str(write_files(tmp_path)), "environments": [{"ref": ref}]}
+    for query in ({}, {"dry_run": True}):
+        answer = await http.post("/v1/jobs", json=body, params=query)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (422, "environment_invalid")
+        assert error["param"] == "environments[0].ref"
+        assert said in error["message"]
+        assert (await http.get("/v1/jobs")).json()["data"] == []
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_world_that_one_of_two_workers_has_is_accepted(
+    http: httpx.AsyncClient, bus: Bus, store: Store, tmp_path: Path
+) -> None:
+    """Whichever takes the question first."""
+    await store.fleet.register_worker(WorkerRecord(id="worker-1"))
+    other = WorkerRequests(bus._redis)
+
+    async def knows() -> None:
+        position, request = "0", None
+        while True:
+            position, request = await other.next(position, "worker-1", block_ms=100)
+            if request is not None:
+                await other.answer(request, {"result": {}})
+
+    running = asyncio.create_task(knows())
+    try:
+        for _ in range(4):
+            world = [{"ref": f"{tmp_path / 'world.py'}:World"}]
+            body = SPEC | {"model": str(write_files(tmp_path)), "environments": world}
+            answer = await http.post("/v1/jobs", json=body)
+            assert answer.status_code == 201, answer.text
+    finally:
+        await cancel_all([running])
+
+
+async def test_where_environments_run_in_hosts_nothing_is_refused_for_that(
+    http: httpx.AsyncClient, bus: Bus, store: Store, tmp_path: Path
+) -> None:
+    """Workers then run none, and cannot say anything of one."""
+    await store.fleet.register_worker(WorkerRecord(id="worker-0"))
+    sites = Sites(EnvironmentRegistry(EnvironmentsDir(tmp_path / "environments")), elsewhere=True)
+    running = asyncio.create_task(RequestRunner(WorkerRequests(bus._redis), sites, None, "worker-0").run())
+    try:
+        model, ref = write_files(tmp_path), f"{tmp_path / 'elsewhere.py'}:World"
+        body = SPEC | {"model": str(model), "environments": [{"ref": ref}]}
+        assert (await http.post("/v1/jobs", json=body)).status_code == 201
+        found = await plan(http, model, ref)
+        assert "GSPO_ENV_HOSTS" in found["warnings"][-1], found
+    finally:
+        await cancel_all([running])
+
+
+async def test_a_world_that_this_process_does_not_see_is_accepted_while_no_worker_can_be_asked(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    ref = f"{tmp_path / 'elsewhere.py'}:World"
+    answer = await http.post("/v1/jobs", json=SPEC | {"environments": [{"ref": ref}]})
+    assert answer.status_code == 201
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_context_beyond_the_models_is_warned_of(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    model = write_files(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    body = SPEC | {
+        "model": str(model),
+        "limits": {"max_context_tokens": 1_000_000},
+        "sampling": {"max_new_tokens": 2048},
+    }
+    plan = (await http.post("/v1/jobs", json=body, params={"dry_run": True})).json()
+    said = "\n".join(plan["warnings"])
+    assert "1,000,000 tokens, but the model's context is 1,024: episodes end there" in said
+    assert "sampling.max_new_tokens: 2,048 tokens for a turn, but the model's context is 1,024" in said
+    assert plan["estimate"]["max_sampled_tokens_per_step"] == 64 * 1024
