@@ -100,6 +100,11 @@ def _episode_sequences(
     ]
 
 
+def data_metrics(batch: TrainBatch, groups: Sequence[Group], cap: int) -> dict[str, float]:
+    """All that a step reports of what it is trained on, which its log holds."""
+    return batch.metrics | group_metrics(groups) | staleness_metrics(batch.sequences, cap)
+
+
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Summarise rewards, lengths, stop reasons, and the share of episodes that span several versions."""
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -112,6 +117,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "episodes/actions_mean": _mean([t.num_actions for t in trajectories]),
         "sampling/entropy": _entropy(trajectories),
     }
+    metrics |= _lost(groups)
     if rewards.size:
         metrics |= {
             "reward/mean": rewards.mean(),
@@ -122,6 +128,23 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics |= {f"stop/{reason}": count for reason, count in stops.items()}
     metrics |= _times(trajectories) | _held_back(trajectories)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _lost(groups: Sequence[Group]) -> dict[str, float]:
+    """Episodes that nothing is learned from although they were played: a class of them that is always lost, such as all
+    that call one tool, is never trained, and nobody sees it in the reward."""
+    episodes = [episode for group in groups for episode in group]
+    lost = [episode for episode in episodes if episode.reward is None]
+    found = {
+        "episodes/lost_share": _mean([episode.reward is None for episode in episodes]),
+        "episodes/lost_share_worst_group": max(
+            (_mean([one.reward is None for one in group]) for group in groups), default=0.0
+        ),
+        "episodes/again_share": _mean([episode.attempt > 0 for episode in episodes]),
+    }
+    if lost:
+        found["episodes/lost_turns_mean"] = _mean([episode.num_turns for episode in lost])
+    return found
 
 
 def _held_back(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gspo_core.batch import TrainSequence
 from gspo_core.log.batches import LoggedBatch, require_whole
 from gspo_core.log.lineage import Lineage
-from gspo_core.log.sequences import TrainBatch, train_batch
+from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
 from gspo_core.log.settings import Tunable, Tuning
 from gspo_core.objective_config import AdvantageConfig
 
@@ -27,15 +27,17 @@ class StepLearner(Tunable, Protocol):
 
 
 def train_again(learner: StepLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> dict[str, float]:
-    """Train the step of ``batch`` and note in ``lineage`` what became of its groups; returns the learner's metrics.
+    """Train the step of ``batch`` and note in ``lineage`` what became of its groups; returns what it reports, without
+    what only clocks and engines know.
 
     Raises ErasedStep.
     """
     require_whole(batch)
     tuning.recall(learner, batch.extra.get("settings", {}))
-    metrics = learner.step(logged_sequences(batch, tuning.spec.objective.advantage).sequences)
+    train = logged_sequences(batch, tuning.spec.objective.advantage)
+    metrics = data_metrics(train, batch.groups, tuning.spec.rollout.staleness_cap) | learner.step(train.sequences)
     settle(lineage, batch)
-    return metrics
+    return metrics | {"settings/version": float(tuning.version)}
 
 
 def logged_sequences(batch: LoggedBatch, config: AdvantageConfig) -> TrainBatch:

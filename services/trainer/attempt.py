@@ -86,7 +86,8 @@ def end_of(error: Exception) -> AttemptEnd:
         case UnsupportedModel():
             reason = StatusReason("model_invalid", str(error))
         case _:
-            reason = StatusReason("internal", f"{type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+            reason = StatusReason("internal", f"an error inside the service, told in full by the trainer's log: {said}")
     get_logger().error("the attempt failed", exc_info=error)
     return AttemptEnd.because("failed", reason)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from gspo_core.learner import check_state, computing
 from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.log.lineage import Lineage
-from gspo_core.log.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
+from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
 from gspo_core.log.steps import logged_sequences, settle
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
@@ -46,7 +46,7 @@ from services.trainer.groups.proven_environments import ProvenEnvironments
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.past.background_writer import BackgroundWriter
 from services.trainer.past.origin import fed_batches, seed
-from services.trainer.past.recovery import recover
+from services.trainer.past.recovery import Replayed, recover, version_of
 from services.trainer.ranks.learner import AnyLearner, Written
 from services.trainer.run_context import RunContext, Services
 from services.trainer.run_phase import Phase
@@ -142,7 +142,6 @@ class JobRun:
             return
         self.phase.enter(Phase.WAITING)
         self._staleness.recall(await services.store.versions.all(self._job))
-        await self._name_weights(learner)
         await self._publish(
             await asyncio.to_thread(learner.copy_weights), self._context.held.version, self._lineage.step
         )
@@ -216,8 +215,7 @@ class JobRun:
             f"the batch of step {logged.step}", log.write, epoch, logged.step, list(logged.groups), extra
         )
         started, batch = clock(), logged_sequences(logged, self._spec.objective.advantage)
-        metrics = batch.metrics | group_metrics(logged.groups)
-        metrics |= staleness_metrics(batch.sequences, self._spec.rollout.staleness_cap)
+        metrics = data_metrics(batch, logged.groups, self._spec.rollout.staleness_cap)
         metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         settle(self._lineage, logged)
         self._lineage.num_published -= len(logged.groups)  # counted when they are
@@ -306,6 +304,11 @@ class JobRun:
         await self._disk.write("what it is forked from", seed, services.job_dir, self._spec, services.checkpoints)
         if (back := (await services.store.jobs.get(self._job)).went_back) is not None:
             await self._disk.write("where it goes back to", services.checkpoints.go_back, *back)
+        loop = asyncio.get_running_loop()
+
+        def tell(replayed: Replayed) -> None:
+            asyncio.run_coroutine_threadsafe(self._report_missed(replayed), loop).result()
+
         found = await asyncio.to_thread(
             recover,
             learner,
@@ -315,6 +318,7 @@ class JobRun:
             self._context.tuning,
             checkpoint_every=every,
             is_for_good=self._spec.checkpoints.is_for_good,
+            before_saving=tell,
         )
         if self._spec.parent is not None and found.reached.step < self._spec.parent.step:
             raise JobFailure("data_damaged", "none of its checkpoints is intact, nor the one that it was forked with")
@@ -327,10 +331,22 @@ class JobRun:
         self._staleness.forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:
             await self._context.alert(remark.kind, remark.message)
+        await self._name_weights(learner)
+        await self._report_missed(found.replayed, self._context.held.version)
         if found.reached != found.saved:
             # Otherwise the next trainer would replay all of it again, and the last step would never be saved.
             await self._checkpoint(learner)
             await self._saving.finish()
+
+    async def _report_missed(self, replayed: Replayed, held: int | None = None) -> None:
+        """A trainer that ends between a step and its report leaves a gap in the curve; the log of the step fills it.
+        ``held``: the version of the weights after them."""
+        if not replayed:
+            return
+        versions = await self._services.store.versions.all(self._job)
+        newest = max((one.version for one in versions), default=0) if held is None else held
+        reports = [StepReport(at.step, version_of(at, versions, newest), at.epoch, metrics) for at, metrics in replayed]
+        await self._disk.wait_for_room("the metrics of earlier steps", lambda: self._reports.missed(reports))
 
     async def _step(self, learner: AnyLearner) -> bool:
         """Take one step; return False if something else came before a batch was ready."""
@@ -343,8 +359,7 @@ class JobRun:
         cap, any_age = self._spec.rollout.staleness_cap, self._batches.any_age
         advantage = self._spec.objective.advantage
         batch = train_batch(groups, self._staleness.of, advantage, any_age, cap, keep_groups=True)
-        metrics = batch.metrics | group_metrics(groups)
-        metrics |= staleness_metrics(batch.sequences, cap)
+        metrics = data_metrics(batch, groups, cap)
         metrics |= self._batches.take_metrics()
         metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         trained = clock()
@@ -425,6 +440,8 @@ class JobRun:
         await self._saving.start(self._save(position, lineage, state))
 
     async def _save(self, position: Position, lineage: Lineage, state: Written) -> None:
+        # A step that a checkpoint holds is not trained again, so nobody could report it later.
+        await self._publishing.succeeded()
         checkpoints = self._services.checkpoints
         await self._disk.write(
             f"the checkpoint of step {position.step}", checkpoints.write, position, lineage, state.write

@@ -1,6 +1,7 @@
 """Quarantine of an environment: after nothing but failures for a while, only a few attempts try it.
 
-Rule: a failure that never passes (images) begins it at once where nothing ever went well. During quarantine no episode
+Rule: a failure that never passes (images) begins it at once, and lasts: whatever acts so that it is shown one would
+drop out, and what does not would be trained. During quarantine no episode
 is charged for its failures; they wait, and the first attempt that reaches its end releases them all. It is reported
 once that the environment is ill, with the last error, and once that it is well again.
 """
@@ -17,6 +18,8 @@ from services.hosts.session import SessionLost
 
 # Failed attempts in a row, over all episodes, before quarantine begins.
 MOST_FAILURES = 16
+# One that took so long (a reset that hangs until its deadline) counts as so many: sixteen of them are minutes.
+SLOW_S, SLOW_COUNT = 10.0, 4
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 # How often a waiting attempt checks whether the worker is leaving.
@@ -37,7 +40,8 @@ class Quarantine:
         self._tell = tell
         self._first_pause_s = self._pause_s = first_pause_s
         self._num_failures = 0
-        self._has_succeeded = False
+        self._is_final = False
+        """Its failure never passes."""
         self._next_try = 0.0
         self.error: str | None = None
         """The last failure, while it is in quarantine."""
@@ -53,12 +57,14 @@ class Quarantine:
     async def entry(self, leaving: asyncio.Event) -> AsyncIterator[None]:
         """Surrounds an attempt. Waits for its turn; raises ``Drained`` if the worker leaves meanwhile."""
         await self._wait(leaving)
+        began = asyncio.get_running_loop().time()
         try:
             yield
         except SessionLost:
             raise  # its whole process died: that says nothing about the environment
         except EnvironmentFailed as failure:
-            await self._failed(str(failure), is_final=failure.phase == IMAGES and not self._has_succeeded)
+            is_slow = asyncio.get_running_loop().time() - began >= SLOW_S
+            await self._failed(str(failure), SLOW_COUNT if is_slow else 1, is_final=failure.phase == IMAGES)
             raise
         await self._succeeded()
 
@@ -77,9 +83,12 @@ class Quarantine:
         finally:
             self.num_waiting -= 1
 
-    async def _failed(self, error: str, *, is_final: bool) -> None:
-        self._num_failures += 1
-        if self.is_on:
+    async def _failed(self, error: str, count: int, *, is_final: bool) -> None:
+        self._num_failures += count
+        if self._is_final:
+            return
+        self._is_final = is_final
+        if self.is_on and not is_final:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self.error = error
         elif is_final or self._num_failures >= MOST_FAILURES:
@@ -88,7 +97,8 @@ class Quarantine:
             await self._tell(False, error)
 
     async def _succeeded(self) -> None:
-        self._has_succeeded = True
+        if self._is_final:
+            return
         self._num_failures, self._pause_s = 0, self._first_pause_s
         if self.error is not None:
             error, self.error = self.error, None

@@ -101,6 +101,8 @@ class EnginePool:
         """Engines asked to drain."""
         self._absent: dict[str, str] = {}
         """Engine -> why it does not serve the job, or no longer does."""
+        self._taken: dict[str, str] = {}
+        """Engine -> the other job that has it."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
 
@@ -137,8 +139,10 @@ class EnginePool:
         states = [f"{engine.url} is {engine.state}: {engine.reason}" for engine in bound]
         states += [f"{url} is draining" for url in sorted(self._draining)]
         absent = [f"{url} {why}" for url, why in sorted(self._absent.items()) if url not in self._unfit]
+        elsewhere = sorted((url, job) for url, job in self._taken.items() if url not in self._absent)
+        taken = [f"another job, {job}, has {url}" for url, job in elsewhere]
         unfit = [f"{url} cannot serve this job: {problem}" for url, problem in sorted(self._unfit.items())]
-        return [*states, *absent, *unfit]
+        return [*states, *absent, *taken, *unfit]
 
     def absence(self) -> str | None:
         """The engines that served last and what became of them; None while one serves, even between two versions."""
@@ -295,8 +299,8 @@ class EnginePool:
         urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
         urls -= self._draining
         others = await self._fairness.others_lack(known.values())
-        taken = {url for url, record in known.items() if record.job not in (None, self._job)}
-        free = sorted(urls - self._bound.keys() - taken)
+        self._taken = {url: record.job for url, record in known.items() if record.job and record.job != self._job}
+        free = sorted(urls - self._bound.keys() - self._taken.keys())
         return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free
 
     def _lives(self, url: str, record: EngineRecord) -> bool:

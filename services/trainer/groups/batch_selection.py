@@ -20,6 +20,7 @@ from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.selection import EmptyGroup, Selection, no_tokens, nothing_to_train, refusal
 from services.trainer.groups.selection_bias import SelectionBias
+from services.trainer.groups.step_progress import StepProgress
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 from services.trainer.run_context import RunContext
 
@@ -44,6 +45,7 @@ class BatchSelection:
         self._stops_waiting = stops_waiting
         self._bus, self._intake = context.services.bus, context.services.intake
         self._lineage, self._tuning = context.lineage, context.tuning
+        self._progress = StepProgress(context)
         self._selection_bias = SelectionBias(self._intake, context.job)
         self._dropped_in_a_row: Counter[DropReason] = Counter()
         self._num_too_old = 0
@@ -102,6 +104,7 @@ class BatchSelection:
     async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
         spec, intake, lineage, services = self._tuning.spec, self._intake, self._lineage, self._context.services
         selection = Selection(spec, intake, services.status, services.clock, self._admission.dispatched_steps)
+        self._progress.begin()
         while True:
             if self._stops_waiting():
                 return None
@@ -125,8 +128,10 @@ class BatchSelection:
                 continue
             await self._make_up_for_waiting(owed)
             await selection.explain(choice, lineage.step)
+            await self._progress.look(owed, ready.keys())
             await intake.progress(num_segments)
         await selection.is_over()
+        await self._progress.end()
         if self._is_held_back:
             self._is_held_back = False
             await services.status.goes_on()

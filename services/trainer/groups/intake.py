@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.types import EpisodeKey, Group, Split, Trajectory
+from gspo_core.types import EpisodeKey, Group, Segment, Spent, Split, Trajectory
 from services.process.telemetry import get_logger
 from services.state.queue import Bus, ReadyGroup
 
 # A group can become ready without a new segment: when its last open episode is given up.
 LOOK_AGAIN_S = 1.0
+NEWEST_TURNS = 64
 
 
 class Intake:
@@ -31,6 +32,14 @@ class Intake:
         self._progress = asyncio.Condition()
         self.num_segments = 0
         """Segments read so far."""
+        self.num_turns = 0
+        """Turns that have begun to arrive."""
+        self.newest_turns: deque[Spent] = deque(maxlen=NEWEST_TURNS)
+        """Where the time of the newest pieces went, as far as it was recorded."""
+        self._last_turn: dict[EpisodeKey, int] = {}
+        """The newest turn of each episode that has not ended."""
+        self._ended: dict[int, set[int]] = {}
+        """Members of each group that have ended."""
         self._taken: set[int] = set()
         self._ended_well: set[int] = set()
         self.waited: set[int] = set()
@@ -64,8 +73,25 @@ class Intake:
             self.refusals.setdefault(reason, str(error))
             get_logger().warning("segment refused", reason=reason, error=str(error))
         else:
-            if segment.outcome is not None and segment.outcome.reward is not None:
-                self._ended_well.add(segment.key.group)
+            self._count(segment)
+
+    def _count(self, segment: Segment) -> None:
+        key = segment.key
+        if segment.num_actions and self._last_turn.get(key) != segment.turn:
+            self.num_turns += 1
+            self._last_turn[key] = segment.turn
+        if segment.spent is not None:
+            self.newest_turns.append(segment.spent)
+        if segment.outcome is None:
+            return
+        self._last_turn.pop(key, None)
+        self._ended.setdefault(key.group, set()).add(key.member)
+        if segment.outcome.reward is not None:
+            self._ended_well.add(key.group)
+
+    def num_ended(self, group: int) -> int:
+        """Count the episodes of ``group`` that have ended."""
+        return len(self._ended.get(group, ()))
 
     def take_ended_well(self) -> set[int]:
         """Return the groups in which an episode has ended with a reward since the last call."""
@@ -149,5 +175,8 @@ class Intake:
         """Drop all state of committed groups, whose segments have left the queue."""
         for group in groups:
             self._assembler.forget(group)
+            self._ended.pop(group, None)
+        for key in [key for key in self._last_turn if key.group in groups]:
+            del self._last_turn[key]
         self._taken.difference_update(groups)
         self.waited.difference_update(groups)

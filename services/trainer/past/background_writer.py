@@ -36,6 +36,12 @@ class BackgroundWriter:
         if self._task is not None and self._task.done():
             self._task.result()
 
+    async def succeeded(self) -> None:
+        """Wait for the current work beside the step loop, and raise its error, if any, which stays for that loop."""
+        if (task := self._task) is not None:
+            await asyncio.wait({task})
+            task.result()
+
     async def end(self) -> None:
         """Cancel the current work; a write interrupted in a thread leaves nothing that looks complete."""
         if self._task is not None:

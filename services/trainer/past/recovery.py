@@ -7,19 +7,23 @@ damaged: resuming without them would silently discard the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
 from gspo_core.staleness import Position, in_history
+from gspo_core.versions import WeightsManifest
 from services.files.batch_log import BatchLog, UnknownLogSchema
 from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownCheckpointFormat
 from services.process.telemetry import get_logger
 from services.trainer.past.replay import replay
 from services.trainer.ranks.learner import AnyLearner
 from services.trainer.telling.failure import AlertKind, AttemptFailed, JobFailure
+
+Replayed: TypeAlias = list[tuple[Position, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Recovered:
     reached: Position
     """The position after replaying the logs that follow it."""
     remarks: list[Remark] = field(default_factory=list)
+    replayed: Replayed = field(default_factory=list)
+    """Steps that were trained again on the way, and what each reports."""
 
 
 def recover(
@@ -51,12 +57,14 @@ def recover(
     *,
     checkpoint_every: int | None = None,
     is_for_good: Callable[[int], bool] = lambda _: False,
+    before_saving: Callable[[Replayed], None] = lambda _: None,
 ) -> Recovered:
     """Bring ``learner`` to the point that the epochs before ``epoch`` reached. Raises JobFailure, AttemptFailed.
 
     Saves a checkpoint every ``checkpoint_every`` replayed steps, under the usual names. Otherwise trainers that die
     before a long replay ends would restart it forever. Saves one after each step that ``is_for_good``, too: the trainer
-    before may have died before it was written.
+    before may have died before it was written. Each time, ``before_saving`` is given all that was replayed so far:
+    nobody replays it again.
     """
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
@@ -64,7 +72,7 @@ def recover(
         # Before the first record there may be what a fork begins with, of epoch 0.
         oldest = max((at.epoch for at in checkpoints.positions()), default=epoch)
         _load(found, learner, checkpoints, max(forks, default=oldest), forks)
-        keep = _Keeping(found, learner, checkpoints, checkpoint_every, is_for_good)
+        keep = _Keeping(found, learner, checkpoints, checkpoint_every, is_for_good, before_saving)
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownCheckpointFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
@@ -87,17 +95,21 @@ class _Keeping:
         checkpoints: CheckpointStore,
         every: int | None,
         is_for_good: Callable[[int], bool],
+        before_saving: Callable[[Replayed], None],
     ) -> None:
         self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
         self._is_for_good, self._saved_step = is_for_good, found.saved.step
+        self._before_saving = before_saving
 
-    def __call__(self, position: Position) -> None:
+    def __call__(self, position: Position, metrics: Mapping[str, float]) -> None:
+        self._found.replayed.append((position, metrics))
         is_due = self._every is not None and position.step - self._saved_step >= self._every
         if not (is_due or self._is_for_good(position.step)):
             return
         self._saved_step = position.step
         if self._checkpoints.has(position):
             return
+        self._before_saving(self._found.replayed)
         try:
             self._checkpoints.write(position, self._found.lineage, self._learner.copy_state().write)
         except Exception as error:
@@ -135,6 +147,13 @@ def _load(
             continue
         found.lineage, found.saved = checkpoint.lineage, checkpoint.position
         return
+
+
+def version_of(at: Position, versions: Iterable[WeightsManifest], newest: int) -> int:
+    """The version of the weights after a step of this history: published by whoever trained it, or by who came after;
+    ``newest`` where it never was. What another history made of the same step is another version."""
+    of_the_step = [(one.epoch, one.version) for one in versions if one.step == at.step and one.epoch >= at.epoch]
+    return min(of_the_step, default=(0, newest))[1]
 
 
 def _remark(found: Recovered, kind: AlertKind, message: str) -> None:

@@ -26,13 +26,13 @@ def replay(
     log: BatchLog,
     forks: Mapping[int, Position],
     tuning: Tuning,
-    trained: Callable[[Position], None] = lambda _: None,
+    trained: Callable[[Position, Mapping[str, float]], None] = lambda *_: None,
 ) -> tuple[Position, str | None]:
     """Train the logged steps after checkpoint ``start``; return the last position and any problem that cut it short.
 
     ``forks`` maps each started epoch to its fork position. A log that is damaged, or has erased episodes, ends the
-    replay: the groups of that step and later ones are owed again. Calls ``trained`` after every step. Raises
-    UnknownLogSchema.
+    replay: the groups of that step and later ones are owed again. Calls ``trained`` after every step, with what it
+    reports. Raises UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
@@ -42,10 +42,10 @@ def replay(
         except DamagedBatchLog as error:
             return start, str(error)
         try:
-            train_again(learner, lineage, batch, tuning)
+            metrics = train_again(learner, lineage, batch, tuning)
         except ErasedStep as error:
             return start, str(error)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
-        trained(position)
+        trained(position, metrics)
         start = position
     return start, None

@@ -29,6 +29,7 @@ class RunAlarm(StrEnum):
     DISK_NEARLY_FULL = "disk_nearly_full"
     GRADIENTS_ALIGNED = "gradients_aligned"
     NO_PROGRESS = "no_progress"
+    EPISODES_LOST = "episodes_lost"
 
 
 # The baseline is the mean of this many first reported steps.
@@ -40,6 +41,8 @@ MIN_SHARE_LEFT = 0.1
 MIN_HEADROOM = 0.5
 MAX_BEYOND_CAP = 0.2
 MIN_DISK_FREE = 0.05
+MAX_LOST = 0.05
+MAX_AGAIN = 0.25
 # A checkpoint holds the weights and two moments in float32, with a version written beside it.
 VERSIONS_THAT_MUST_FIT = 8
 # Consecutive steps.
@@ -50,6 +53,7 @@ RUN_PATIENCE: Mapping[StrEnum, int] = {
     RunAlarm.ALL_REWARDS_EQUAL: 3,
     RunAlarm.STALE_BACKLOG: 3,
     RunAlarm.REWARDS_DIVERGE: 3,
+    RunAlarm.EPISODES_LOST: 3,
 }
 
 ADVICE: Mapping[StrEnum, str] = {
@@ -70,6 +74,7 @@ ADVICE: Mapping[StrEnum, str] = {
     RunAlarm.REWARDS_DIVERGE: "read episodes with a high reward: the policy may be paid for what was not meant",
     RunAlarm.DISK_NEARLY_FULL: "free space in the data directory, or keep fewer checkpoints, versions and batches",
     RunAlarm.GRADIENTS_ALIGNED: "lower rollout.max_staleness, or optimizer.lr until the data are younger",
+    RunAlarm.EPISODES_LOST: "read what they did (gspo episodes, workers' logs): what all of them do is never trained",
     RunAlarm.NO_PROGRESS: "check that rollout workers, engines and environments are alive, and read their logs",
 }
 
@@ -96,6 +101,7 @@ class Alarms:
         """Alarms that have lasted long enough to raise."""
         self._note(step, metrics)
         found = [*_shrunk(metrics, self._at_first(step)), *_rewards(metrics), *_backlog(metrics), *_disk(metrics)]
+        found += _lost(metrics)
         if _has_mastered(metrics):
             found = [alarm for alarm in found if alarm.kind is not RunAlarm.ENTROPY_COLLAPSE]
         found += self._held_back.alarms(RunAlarm.REWARDS_DIVERGE, metrics)
@@ -167,6 +173,27 @@ def _backlog(metrics: Mapping[str, float]) -> list[Alarm]:
         for name, value in names.items()
         if exceeds(value, MAX_BEYOND_CAP)
     ][:1]
+
+
+def _lost(metrics: Mapping[str, float]) -> list[Alarm]:
+    """What is lost for one cause may have one thing in common, which the policy then unlearns in silence."""
+    lost, again = metrics.get("episodes/lost_share", 0.0), metrics.get("episodes/again_share", 0.0)
+    if exceeds(lost, MAX_LOST):
+        causes = ", ".join(
+            f"{name.removeprefix('stop/')} {metrics[name]:.0f}"
+            for name in ("stop/env_error", "stop/no_reward")
+            if name in metrics
+        )
+        worst, turns = metrics.get("episodes/lost_share_worst_group", 0.0), metrics.get("episodes/lost_turns_mean", 0.0)
+        meaning = (
+            f"episodes end without a reward ({causes or 'see stop/'}), {worst:.0%} of those of one group; they had "
+            f"{turns:.1f} turns where all have {metrics.get('episodes/turns_mean', 0.0):.1f}"
+        )
+        return [Alarm(RunAlarm.EPISODES_LOST, "episodes/lost_share", lost, MAX_LOST, meaning)]
+    if exceeds(again, MAX_AGAIN):
+        meaning = "so many episodes were begun again, because their world or their worker failed"
+        return [Alarm(RunAlarm.EPISODES_LOST, "episodes/again_share", again, MAX_AGAIN, meaning)]
+    return []
 
 
 def _disk(metrics: Mapping[str, float]) -> list[Alarm]:

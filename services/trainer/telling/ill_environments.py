@@ -1,7 +1,8 @@
 """Judges the environments of a running job: ill ones are waited for, hopeless ones end the job and free its trainer.
 
 Rule: an environment that ever brought an episode to its end is never hopeless, because what fails later (a network, a
-server) may come back. One that never did is hopeless once it has failed for the time that a start may take.
+server) may come back. One that never did is hopeless once it has failed for the time that a start may take. One that
+shows an image is hopeless at once: only episodes that are not shown it would be trained.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ class IllEnvironments:
     def judge(self, job: str, workers: Sequence[WorkerRecord]) -> None:
         """Raises JobFailure if one of them is hopeless. Call it every few seconds while the job runs."""
         serving = [one for one in workers if job in one.jobs]
-        errors = {name: text for one in serving for name, text in one.ill_environments.get(job, {}).items()}
+        complaints = [said for one in serving for said in one.ill_environments.get(job, {}).items()]
+        errors = {name for name, _ in complaints}
         now = self._clock()
         self._ill_since = {name: self._ill_since.get(name, now) for name in errors}
         proven = self._proven()  # at every call, since what it reads accumulates
+        for name, error in complaints:
+            if error.startswith(f"{IMAGES}: "):
+                raise JobFailure("images_unsupported", f"{name}: {error.removeprefix(f'{IMAGES}: ')}")
         if not errors or self._has_trained():
             return
-        for name, error in errors.items():
+        for name in errors:
             places = {place for place, one in enumerate(self._spec.environments) if one.ref == name}
             if places & proven:
                 continue
-            if error.startswith(f"{IMAGES}: "):
-                raise JobFailure("images_unsupported", f"{name}: {error.removeprefix(f'{IMAGES}: ')}")
             ill_s = now - self._ill_since[name]
             if reaches(ill_s, self._patience_s(job, name, places, serving), "the time that an environment has failed"):
                 raise JobFailure(

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import msgspec
 
 from gspo_core.objective import Alarm
+from gspo_core.staleness import Position
 from gspo_core.versions import StepReport, WeightsManifest
 from services.files.disk_space import NoRoom, raising_no_room
 from services.files.durable import append_line
 from services.files.job_dir import JobDir
+from services.files.job_records import JobRecords, reported_steps
 from services.process.telemetry import get_logger
 from services.state.store import Claim, Store
 from services.trainer.telling.alarms import ADVICE, Alarms, RunAlarm
@@ -39,23 +41,48 @@ class Reports:
         self._store = store
         self._claim = claim
         self._metrics_path = job_dir.metrics
+        self._records = JobRecords(job_dir)
         files = EventFile(job_dir.tensorboard, f"epoch{claim.epoch:06d}")
         self._listeners: list[Listener] = [files, *listeners]
         self._alarms = Alarms()
         self._has_recalled = False
 
     async def step(self, report: StepReport, of_the_loss: Sequence[Alarm]) -> None:
-        record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
         await self._recall()
-        await self._write(report.step, report.metrics, record)
-        await self._tell("step", record)
+        await self._tell_store(report)
+        await self._tell_files(report)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
         await self._raise(report.step, self._alarms.due(report.step, report.metrics, of_the_loss))
+
+    async def missed(self, reports: Sequence[StepReport]) -> None:
+        """Report those of these steps whose trainer died, or was ended, before it had; nothing comes twice."""
+        job = self._claim.job_id
+        in_file = await asyncio.to_thread(lambda: reported_steps(self._records.metrics()))
+        in_store = {row["step"] for row in await self._store.metrics.read(job, reports[0].step)}
+        last = await self._store.metrics.reported(job)
+        for report in reports:
+            at = Position(report.epoch, report.step)
+            # A trainer of an earlier release reports without a mark.
+            was_told = (last is not None and at <= last) or (at in in_file and at.step in in_store)
+            if at not in in_file and not was_told:
+                await self.step(report, ())
+            elif at not in in_file or not was_told:
+                await self._tell_store(report)
+                if at not in in_file:
+                    await self._tell_files(report)
+
+    async def _tell_store(self, report: StepReport) -> None:
+        """Only what it does not know yet; raises Fenced in any case."""
+        at = Position(report.epoch, report.step)
+        job, token = self._claim.job_id, self._claim.token
+        await self._store.metrics.report(job, at, report.metrics, _record(report), token=token)
+
+    async def _tell_files(self, report: StepReport) -> None:
+        await asyncio.to_thread(self._write_files, report.step, report.metrics, _record(report))
 
     async def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         await self._recall()
         await self._write(step, metrics, {"step": step, "epoch": self._claim.epoch, **metrics})
-
         await self._raise(step, self._alarms.evaluated(step, metrics))
 
     async def _recall(self) -> None:
@@ -96,6 +123,10 @@ class Reports:
             except Exception as error:
                 get_logger().error("failing listener removed", listener=type(listener).__name__, error=str(error))
                 self._listeners.remove(listener)
+
+
+def _record(report: StepReport) -> dict[str, Any]:
+    return {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
 
 
 def disk_metrics(directory: Path, manifest: WeightsManifest) -> dict[str, float]:

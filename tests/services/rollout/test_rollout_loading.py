@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo.tokenizer import chat_template
 from gspo_core.messages import CallStatus
+from gspo_core.starter.tokenizer import chat_template
 from services.hosts.local import LocalHosts
 from services.hosts.policy import OF_WALLS
 from services.hosts.venv import Interpreters

@@ -53,6 +53,16 @@ async def test_it_is_told_once_with_the_error_and_once_that_it_is_over() -> None
     assert "gone" in ward.told[0][1]
 
 
+async def test_failures_that_take_long_count_as_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that hangs until its deadline: sixteen of them, four at a time, take minutes."""
+    ward = Ward()
+    monkeypatch.setattr(quarantine_module, "SLOW_S", 0.0)
+    await ward.fail(MOST_FAILURES // quarantine_module.SLOW_COUNT - 1)
+    assert not ward.quarantine.is_on
+    await ward.fail(1)
+    assert ward.quarantine.is_on
+
+
 async def test_one_success_among_the_failures_is_enough_to_be_well() -> None:
     ward = Ward()
     for _ in range(5):

@@ -54,6 +54,8 @@ def test_a_healthy_run_raises_none(alarms: Alarms) -> None:
         ({"reward__std": 0.01}, RunAlarm.REWARD_COLLAPSE),
         ({"staleness__beyond_cap_frac": 0.3}, RunAlarm.STALE_BACKLOG),
         ({"dropped__stale": 2.0}, RunAlarm.STALE_BACKLOG),
+        ({"episodes__lost_share": 0.1}, RunAlarm.EPISODES_LOST),
+        ({"episodes__again_share": 0.3}, RunAlarm.EPISODES_LOST),
     ],
 )
 def test_what_lasts_for_three_steps_is_told(alarms: Alarms, changes: dict[str, float], kind: RunAlarm) -> None:
@@ -152,3 +154,12 @@ def test_every_alarm_has_advice_and_a_line_on_the_page() -> None:
     every: set[Any] = {*AlarmKind, *RunAlarm}
     assert set(ADVICE) == every
     assert set(re.findall(r"^\| `(\w+)` \|", PAGE[PAGE.index("## Alarms") :], re.MULTILINE)) == every
+
+
+def test_what_is_lost_is_told_by_cause_by_group_and_by_what_was_done(alarms: Alarms) -> None:
+    lost = {"episodes/lost_share": 0.16, "episodes/lost_share_worst_group": 0.5, "episodes/lost_turns_mean": 3.0}
+    metrics = {**HEALTHY, **lost, "episodes/turns_mean": 1.5, "stop/env_error": 16.0}
+    told = [one for step in (6, 7, 8) for one in alarms.due(step, metrics, [])]
+    assert [one.kind for one in told] == [RunAlarm.EPISODES_LOST]
+    assert "env_error 16" in str(told[0])
+    assert "50% of those of one group; they had 3.0 turns where all have 1.5" in str(told[0])

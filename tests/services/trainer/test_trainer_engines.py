@@ -41,6 +41,7 @@ from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.engine import Ask
 from tests.services.rollout.rollout_kit import until
+from tests.services.trainer.trainer_kit import make_spec
 
 LEASE_S = 0.6
 PROMPT = [1, 2, 3]
@@ -300,6 +301,27 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
     assert num_again >= 30 if sync == "retract" else num_again == 0
     assert job.engines.metrics()["engine/tokens_lost"] == 0
     assert (await place.report("http://e")).num_switches == 2
+
+
+async def test_a_job_that_waits_for_an_engine_says_which_job_has_it(
+    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines_module, "EXPLAIN_S", 0.05)
+    place.add_engine("e")
+    other = await place.store.jobs.create(make_spec().model_dump_json())
+    owner = await place.store.jobs.claim("trainer-1")
+    assert owner is not None
+    await place.store.fleet.register_engine(EngineRecord(id="http://e", url="http://e"))
+    assert await place.store.fleet.bind(other.id, owner.token, "http://e")
+    job, told = place.engines_of(claim, "http://e"), list[str]()
+
+    async def explain(code: str, message: str) -> None:
+        told.append(message)
+
+    waiting = asyncio.create_task(job.engines.wait_for(await job.publish(0), explain=explain))
+    await until(lambda: any(f"another job, {other.id}, has http://e" in one for one in told))
+    waiting.cancel()
+    await asyncio.wait([waiting])
 
 
 async def test_requests_of_another_job_are_ended_when_an_engine_changes_hands(place: Place, claim: Claim) -> None:

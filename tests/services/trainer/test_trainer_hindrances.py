@@ -22,8 +22,8 @@ class Stage:
         self.proven: set[int] = set()
         self.has_trained = False
         spec = make_spec(environments=[{"ref": "worlds:Away"}, {"ref": "worlds:Well"}], limits={"reset_timeout_s": 60})
-        ill = IllEnvironments(spec, lambda: self.proven, lambda: self.has_trained, clock=lambda: self.now)
-        self.watch = Hindrances(store, claim, self, ill, clock=lambda: self.now, now=lambda: self.now)
+        self.ill = IllEnvironments(spec, lambda: self.proven, lambda: self.has_trained, clock=lambda: self.now)
+        self.watch = Hindrances(store, claim, self, self.ill, clock=lambda: self.now, now=lambda: self.now)
 
     def absence(self) -> str | None:
         return self.gone
@@ -182,6 +182,16 @@ async def test_a_paused_job_stays_paused(stage: Stage) -> None:
     assert (await stage.look())[0] is JobStatus.PAUSED
 
 
+async def test_no_other_complaint_hides_that_images_are_shown(stage: Stage) -> None:
+    """Whichever worker says it."""
+    for last in (False, True):
+        await stage.register("rollout-0", "timed out" if last else "images: screenshot shows one")
+        await stage.register("rollout-1", "images: screenshot shows one" if last else "timed out")
+        workers = await stage.store.fleet.workers()
+        with pytest.raises(JobFailure, match="screenshot shows one"):
+            stage.ill.judge(stage.claim.job_id, workers)
+
+
 def test_what_other_jobs_suffer_from_is_not_said() -> None:
     worker = WorkerRecord(id="w", jobs=("a", "b"), ill_environments={"b": {"x:Y": "gone"}})
     assert complaint_of("a", [worker]) is None
@@ -237,10 +247,13 @@ async def test_images_end_the_job_with_the_first_episode(stage: Stage) -> None:
     assert failure.value.code == "images_unsupported"
 
 
-async def test_images_of_one_that_worked_end_nothing(stage: Stage) -> None:
+async def test_images_of_one_that_worked_end_the_job_too(stage: Stage) -> None:
+    """Only episodes that are shown none would be trained: a tool that answers with images would be unlearned."""
     stage.proven = {0}
     await stage.register("rollout-0", "images: an image")
-    assert (await stage.look())[1] == "env_unhealthy"
+    with pytest.raises(JobFailure, match=r"^worlds:Away: an image$") as failure:
+        await stage.look()
+    assert failure.value.code == "images_unsupported"
 
 
 def test_a_short_start_does_not_make_the_trainer_impatient() -> None:

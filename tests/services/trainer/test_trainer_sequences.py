@@ -80,6 +80,8 @@ def test_metrics_say_how_many_episodes_went_on_under_new_weights() -> None:
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
     assert metrics["stop/env_error"] == 1
     assert metrics["episodes/turns_mean"] == 2
+    assert (metrics["episodes/lost_share"], metrics["episodes/lost_share_worst_group"]) == (0.25, 0.5)
+    assert (metrics["episodes/lost_turns_mean"], metrics["episodes/again_share"]) == (2, 0)
     assert not any(name.startswith("time/") for name in metrics)
 
 

@@ -32,6 +32,7 @@ from tests.patience import HANG_S
 from tests.services.trainer.trainer_kit import InProcess
 
 DEADLINE_S = HANG_S
+INSIDE = "an error inside the service, told in full by the trainer's log: "
 MakeRun = Callable[[Claim, JobSpec], JobRun]
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
 
@@ -76,7 +77,7 @@ async def test_an_error_of_the_run_fails_the_job_and_is_its_reason(store: Store)
     record = await store.jobs.get(job)
     assert record.status is JobStatus.FAILED
     assert isinstance(record.status_reason, StatusReason)
-    assert record.status_reason.message == "ValueError: no such thing"
+    assert record.status_reason.message == INSIDE + "ValueError: no such thing"
 
 
 async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
@@ -90,7 +91,7 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
     record = await store.jobs.get(job)
     assert record.status is JobStatus.FAILED
     assert record.status_reason is not None
-    assert record.status_reason.message == "ValueError: the same garbage"
+    assert record.status_reason.message == INSIDE + "ValueError: the same garbage"
 
 
 class DamagedRun(JobRun):
@@ -351,7 +352,7 @@ async def test_trouble_with_another_job_does_not_end_ones_own(store: Store, monk
         await worker_of(store, "trainer", make_run).run(stop)
     reason = (await store.jobs.get(job.id)).status_reason
     assert reason is not None
-    assert reason.message == "ValueError: its own"
+    assert reason.message == INSIDE + "ValueError: its own"
 
 
 async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store) -> None:

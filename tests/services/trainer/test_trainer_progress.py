@@ -1,0 +1,74 @@
+"""What a job says while it waits for a batch, and when it says nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.types import Spent
+from services.state.jobs import StatusReason
+from services.state.store import Claim, Store
+from services.trainer.groups.step_progress import QUIET_S, RETELL_S, StepProgress
+from services.trainer.telling.status import JobStatusBoard
+from tests.services.trainer.trainer_kit import make_spec
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stage:
+    def __init__(self, store: Store, claim: Claim) -> None:
+        self.store, self.claim, self.clock = store, claim, Clock()
+        self.intake = SimpleNamespace(num_turns=7, newest_turns=[], num_ended=lambda group: {0: 3, 1: 2, 2: 1}[group])
+        status = JobStatusBoard(store, claim)
+        services = SimpleNamespace(intake=self.intake, clock=self.clock, status=status, store=store)
+        spec = make_spec(groups_per_step=2, rollout={"group_size": 4})
+        context: Any = SimpleNamespace(services=services, spec=spec, job=claim.job_id, lineage=SimpleNamespace(step=6))
+        self.progress = StepProgress(context)
+        self.progress.begin()
+
+    async def look(self, after_s: float) -> str:
+        self.clock.now += after_s
+        await self.progress.look([0, 1, 2], [2])
+        return await self.said()
+
+    async def said(self) -> str:
+        reason = (await self.store.jobs.get(self.claim.job_id)).status_reason
+        assert reason is not None
+        return reason.message
+
+
+@pytest.fixture
+async def stage(store: Store, claim: Claim, redis_client: Redis) -> Stage:
+    await store.jobs.set_status(claim.job_id, "running", token=claim.token)
+    return Stage(store, claim)
+
+
+async def test_a_step_that_takes_long_says_how_far_it_has_come(stage: Stage) -> None:
+    assert await stage.look(QUIET_S - 0.1) == "episodes are running"
+    stage.intake.num_turns += 41
+    ended = "step 7: 7 of 8 episodes and 1 of 2 groups have ended"
+    said = f"{ended}; 246 turns a minute; no turn has ended yet (a start may take 60 s)"
+    assert await stage.look(0.1) == said
+    stage.intake.num_turns += 100
+    assert await stage.look(RETELL_S - 1) == said  # not every second
+    stage.intake.newest_turns = [Spent(0.2, 4.0, 0.0)] * 3
+    assert (await stage.look(1)).endswith("turns a minute, most of each for the environment (4.0 s)")
+    await stage.progress.end()
+    assert await stage.said() == "episodes are running"
+
+
+async def test_it_talks_over_nobody(stage: Stage) -> None:
+    claim = stage.claim
+    reason = StatusReason("no_engine_for_model", "all engines are gone")
+    await stage.store.jobs.set_status(claim.job_id, "running", token=claim.token, reason=reason)
+    assert await stage.look(QUIET_S) == "all engines are gone"
+    await stage.progress.end()
+    assert await stage.said() == "all engines are gone"
