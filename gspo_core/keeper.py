@@ -35,9 +35,18 @@ def main() -> None:
     _sweep()
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) != signal.SIGKILL:  # which nobody can choose to be killed by
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(keeper, os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def how_it_ended(status: int) -> str:
+    """In words, of a process that was kept: its exit status, or minus the signal that ended it."""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name
+    return f"{name}: killed by itself, or for lack of memory" if name == "SIGKILL" else name
 
 
 def _wait_for(running: int) -> int:

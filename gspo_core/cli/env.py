@@ -5,50 +5,42 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gspo_core.cli.command import CommandError
+from gspo_core.cli.examination import examine
 from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
     from gspo_core.env import Environment, Observation, ParsedTurn, Session
     from gspo_core.messages import Message, ToolSchema
-    from gspo_core.testing import EnvironmentReport
+    from gspo_core.testing import Check
 
 PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or text for a turn
 without a call. :tools shows the tools, an empty line or :end ends the episode."""
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    order: dict[str, JSON] = {"ref": arguments.ref, "config": _config(arguments.config)}
+    order: dict[str, JSON] = {"ref": arguments.ref, "config": config_of(arguments.config)}
     order |= {"agent": None if arguments.agent is None else json_object(arguments.agent, "--agent", "as a job has it")}
-    report = _examine(order | {"model": arguments.model, "timeout_s": arguments.timeout})
-    print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
+    order |= {"model": arguments.model, "timeout_s": arguments.timeout}
+    report = examine(order, _say_nothing if arguments.json else _say_found, _say_still)
+    print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else f"\n{report.verdict}")
     return 0 if report.ok else 1
 
 
-def _examine(order: Mapping[str, JSON]) -> EnvironmentReport:
-    """In a process apart: an environment may print, read what is typed, end its process, or start others."""
-    from gspo_core.testing import Check, EnvironmentReport, Status
+def _say_found(check: Check) -> None:
+    print(check, flush=True)
 
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-        given = json.dumps({**order, "descriptor": file.fileno()})
-        program = [sys.executable, "-m", "gspo_core.keeper", "gspo_core.testing", given]
-        status = subprocess.run(program, stdin=subprocess.DEVNULL, pass_fds=(file.fileno(),), check=False).returncode
-        file.seek(0)
-        text = file.read()
-    if text:
-        return EnvironmentReport.from_json(json.loads(text))
-    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return EnvironmentReport(
-        str(order["ref"]), [Check("process", Status.FAIL, f"it ended the process that it ran in ({how})")]
-    )
+
+def _say_nothing(_: Check) -> None: ...
+
+
+def _say_still(act: str, seconds: float) -> None:
+    print(f"  ... {act}, for {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def play(arguments: argparse.Namespace) -> int:
@@ -56,7 +48,7 @@ def play(arguments: argparse.Namespace) -> int:
 
     try:
         with CallersPath():
-            environment = load_environment(arguments.ref, _config(arguments.config))
+            environment = load_environment(arguments.ref, config_of(arguments.config))
         return asyncio.run(_play(environment, arguments))
     except InvalidEnvironment as error:
         raise CommandError(str(error)) from error
@@ -76,7 +68,7 @@ class CallersPath:
         sys.path.remove("")
 
 
-def _config(text: str | None) -> dict[str, JSON]:
+def config_of(text: str | None) -> dict[str, JSON]:
     return {} if text is None else json_object(text, "--config", "the keyword arguments of the class")
 
 

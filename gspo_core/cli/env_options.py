@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
-from gspo_core.cli.command import CommandParser
+from gspo_core.cli.command import CommandError, CommandParser
 
 Actions: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 AddServer = Callable[[argparse.ArgumentParser], None]
@@ -124,15 +125,27 @@ def _call(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    if arguments.ref.endswith(".py"):
-        from gspo_core.cli.command import CommandError
-
-        raise CommandError(f"{arguments.ref} is a file; name a class in it, as in {arguments.ref}:MyClass")
+    file = Path(arguments.ref if arguments.ref.endswith(".py") else f"{arguments.ref}.py")
+    if arguments.ref.endswith(".py") or (":" not in arguments.ref and file.is_file()):
+        classes = _classes(file) or ["MyClass"]
+        what = " or ".join(f"{file}:{name}" for name in classes[:3])
+        raise CommandError(f"{file} is a file; name a class in it, as in {what}")
     if ":" not in arguments.ref:
         return _call("validate")(arguments)
     from gspo_core.cli import env
 
     return env.validate(arguments)
+
+
+def _classes(file: Path) -> list[str]:
+    """What may be meant, where the file can be read."""
+    import ast
+
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def _init(arguments: argparse.Namespace) -> int:

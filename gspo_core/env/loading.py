@@ -24,6 +24,10 @@ from gspo_core.env.trl import TrlEnvironment
 from gspo_core.json_value import JSON
 
 
+class UnreachableEnvironment(InvalidEnvironment):
+    """What it runs in, or asks, gives no answer now; it may give one later."""
+
+
 class NeedsAgent(InvalidEnvironment):
     """The reference names an agent, and its user did not say so."""
 
@@ -101,7 +105,7 @@ def _adapted(ref: str, adapter: Callable[..., Environment], config: Mapping[str,
     except ModuleNotFoundError as error:
         raise InvalidEnvironment(f"{ref} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:
-        raise InvalidEnvironment(f"{ref} cannot be reached: {type(error).__name__}: {error}") from error
+        raise UnreachableEnvironment(f"{ref} cannot be reached: {type(error).__name__}: {error}") from error
 
 
 def _load_module(name: str) -> ModuleType:

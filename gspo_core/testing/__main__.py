@@ -8,19 +8,24 @@ that it names. ``do`` says what is wanted: ``validate`` (the default), ``schema`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Literal, Required, TypedDict
 
+from gspo_core.api_answers import NOT_LOADED
 from gspo_core.env import AgentStart, Environment, EnvironmentFailed, InvalidEnvironment, load_environment
-from gspo_core.environment_records import JudgedRecord
+from gspo_core.env.loading import UnreachableEnvironment
+from gspo_core.environment_records import CheckRecord, JudgedRecord
 from gspo_core.json_value import JSON
 from gspo_core.outbound import guard_connections, parse_networks
 from gspo_core.testing import excerpts
-from gspo_core.testing.watch import timeouts_of, validate
+from gspo_core.testing.report import Check
+from gspo_core.testing.watch import Witness, timeouts_of, validate
 from gspo_core.types import Split
 
 # Enough to meet a long one where they differ little, few enough for a person to wait.
@@ -35,6 +40,8 @@ class Order(TypedDict, total=False):
     config: Required[dict[str, JSON]]
     descriptor: Required[int]
     """Where the answer goes."""
+    telling: int | None
+    """A descriptor for what is found meanwhile, as lines of ``Told``: an examination can last for minutes."""
     networks: list[str] | None
     bounds: tuple[int, int] | None
     """The most bytes of memory, and of a file."""
@@ -48,6 +55,31 @@ class Order(TypedDict, total=False):
     task: int
     turns: list[excerpts.ScriptedTurn] | None
     seed: int
+
+
+class Teller(Witness):
+    """Writes lines of JSON: ``{"check": ...}``, or ``{"act": ..., "seconds": ...}``."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def found(self, check: Check) -> None:
+        self._tell({"check": check.to_json()})
+
+    def still(self, act: str, seconds: float) -> None:
+        self._tell({"act": act, "seconds": seconds})
+
+    def _tell(self, line: Told) -> None:
+        with self._lock, contextlib.suppress(OSError):  # nobody listens any more
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+class Told(TypedDict, total=False):
+    check: CheckRecord
+    act: str
+    seconds: float
 
 
 class Result(TypedDict):
@@ -89,8 +121,11 @@ def _bound(memory_bytes: int, file_bytes: int) -> None:
 
 def _validated(order: Order) -> JudgedRecord:
     model = Path(order["model"]) if order["model"] else None
-    timeout_s, agent = order["timeout_s"], order.get("agent")
-    return validate(order["ref"], order["config"], model=model, timeout_s=timeout_s, agent=agent).to_json()
+    timeout_s, agent, telling = order["timeout_s"], order.get("agent"), order.get("telling")
+    witness = None if telling is None else Teller(telling)
+    return validate(
+        order["ref"], order["config"], model=model, timeout_s=timeout_s, agent=agent, witness=witness
+    ).to_json()
 
 
 def _loaded(order: Order) -> Environment:
@@ -121,7 +156,11 @@ def _excerpt(order: Order) -> Result | Refusal:
                 timeouts = timeouts_of(environment, order["timeout_s"])
                 given = (Split(order["split"]), order["task"], order["turns"], order["seed"])
                 return {"result": asyncio.run(excerpts.play(environment, timeouts, *given))}
-    except (InvalidEnvironment, EnvironmentFailed, LookupError) as error:
+    except UnreachableEnvironment as error:
+        return {"error": str(error)}
+    except InvalidEnvironment as error:
+        return {"error": f"{NOT_LOADED}{error}" if order["do"] in ("prompts", "schema") else str(error)}
+    except (EnvironmentFailed, LookupError) as error:
         return {"error": str(error)}
     except Exception as error:  # the author's code
         return {"error": f"{type(error).__name__}: {error}"}

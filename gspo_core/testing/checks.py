@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import json
 import math
+import signal
 import statistics
 import sys
 import threading
 import types
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gspo_core.env import CallStatus, Environment, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
 from gspo_core.environment_records import Measured
@@ -26,6 +27,7 @@ from gspo_core.testing.prompts import PromptMeter, prompt_check
 from gspo_core.testing.random_calls import Action, random_actions
 from gspo_core.testing.rehearsal import (
     Rehearsal,
+    Stage,
     Transcript,
     rehearse,
     seed_everything,
@@ -52,6 +54,13 @@ class Subject:
     timeouts: Timeouts
     oracle: Oracle | None = None
     meter: PromptMeter | None = None
+    stage: Stage = field(default_factory=Stage)
+
+    async def rehearse(self, task: Mapping[str, JSON], actions: Sequence[Action], *, chance: int = 0) -> Transcript:
+        return await rehearse(self.environment, task, actions, self.timeouts, chance=chance, stage=self.stage)
+
+    def rehearsal(self) -> Rehearsal:
+        return Rehearsal(self.environment, self.timeouts, self.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +72,17 @@ class _Played:
 
 async def examine(subject: Subject) -> AsyncIterator[Check]:
     """All checks in order; the later ones are left out where episodes cannot be played at all."""
+    stage = subject.stage
+    stage.act = "looking at its tools and tasks"
     yield _tools(subject.environment)
     yield await _tasks(subject.environment)
     state = shared_state(subject.environment)
-    num_threads = threading.active_count()
+    num_threads, timers = threading.active_count(), _running_timers()
     try:
-        played = [await _play(subject, number) for number in range(NUM_TASKS)]
+        played = []
+        for number in range(NUM_TASKS):
+            stage.act = f"playing episode {number + 1} of {NUM_TASKS} with random calls"
+            played.append(await _play(subject, number))
     except EnvironmentFailed as failure:
         yield _failed(failure)
         return
@@ -78,23 +92,32 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
             return
     changed = [name for name, value in shared_state(subject.environment).items() if state.get(name) != value]
     try:
+        stage.act = "playing an episode twice more, with other generators"
         chance = await _chance(subject, played[0])
+        stage.act = f"playing the {NUM_TASKS} episodes again"
         isolation = await _isolation(subject, played, changed, chance)
         yield isolation
         if isolation.status is FAIL:
             yield Check("together", SKIP, "cannot be compared: episodes differ even when played one after the other")
         else:
+            stage.act = f"playing {NUM_TOGETHER} episodes at the same time"
             yield await _together(subject, played[0], chance)
+        stage.act = "playing what its oracle does, and nothing"
         by_oracle = await _by_oracle(subject, played[0].task)
         yield calls_check(_answered(played), None if by_oracle is None else _answered([by_oracle]))
         yield await _reward(subject, played, by_oracle)
+        stage.act = "making wrong calls"
         yield await _errors(subject, played[0].task)
+        stage.act = "interrupting an episode"
         yield await _snapshot(subject, played[0])
     except EnvironmentFailed as failure:
         yield _failed(failure)
         return
+    stage.act = "closing its episodes"
     yield await _close(played, num_threads)
-    yield _latency(played)
+    for check in (*_blocking(stage), *_timers(timers), _latency(played)):
+        yield check
+    stage.act = "measuring its prompts"
     yield await _prompt(subject)
 
 
@@ -155,7 +178,7 @@ async def _play(subject: Subject, number: int) -> _Played:
     index = number * environment.num_tasks(Split.TRAIN) // NUM_TASKS
     task = await environment.task(Split.TRAIN, index)
     actions = random_actions(environment.tools, task, NUM_TURNS, seed=number)
-    return _Played(task, actions, await rehearse(environment, task, actions, subject.timeouts))
+    return _Played(task, actions, await subject.rehearse(task, actions))
 
 
 def _failed(failure: EnvironmentFailed) -> Check:
@@ -195,7 +218,7 @@ async def _isolation(subject: Subject, played: Sequence[_Played], changed: Seque
     where = f"; what changed between episodes: {', '.join(changed)}" if changed else ""
     data = {"changed": list(changed)}
     for one in played:
-        again = await rehearse(environment, one.task, one.actions, subject.timeouts)
+        again = await subject.rehearse(one.task, one.actions)
         if not again.same_as(one.transcript):
             difference = one.transcript.difference(again)
             message = f"an episode changes when others were played before it (or with the clock): {difference}{where}"
@@ -210,8 +233,8 @@ async def _isolation(subject: Subject, played: Sequence[_Played], changed: Seque
 
 async def _chance(subject: Subject, one: _Played) -> str | None:
     """How the episode differs if the generators that a program shares stand elsewhere."""
-    alike = await rehearse(subject.environment, one.task, one.actions, subject.timeouts)
-    other = await rehearse(subject.environment, one.task, one.actions, subject.timeouts, chance=1)
+    alike = await subject.rehearse(one.task, one.actions)
+    other = await subject.rehearse(one.task, one.actions, chance=1)
     return None if other.same_as(alike) else alike.difference(other)
 
 
@@ -220,7 +243,7 @@ async def _together(subject: Subject, one: _Played, chance: str | None) -> Check
     if chance is not None:
         return Check("together", SKIP, "cannot be compared: chance does not come from `seed`")
     seed_everything()
-    rehearsals = [Rehearsal(subject.environment, subject.timeouts) for _ in range(NUM_TOGETHER)]
+    rehearsals = [subject.rehearsal() for _ in range(NUM_TOGETHER)]
     for rehearsal in rehearsals:
         await rehearsal.start(one.task)
     for action in one.actions:
@@ -247,14 +270,14 @@ async def _by_oracle(subject: Subject, task: Mapping[str, JSON]) -> _Played | No
     if subject.oracle is None:
         return None
     actions = list(subject.oracle(**task))
-    return _Played(task, actions, await rehearse(subject.environment, task, actions, subject.timeouts))
+    return _Played(task, actions, await subject.rehearse(task, actions))
 
 
 async def _reward(subject: Subject, played: Sequence[_Played], by_oracle: _Played | None) -> Check:
     environment = subject.environment
     task = played[0].task
     rewards = [one.transcript.reward for one in played]
-    floor = (await rehearse(environment, task, [""], subject.timeouts)).reward
+    floor = (await subject.rehearse(task, [""])).reward
     data: dict[str, Measured] = {"random": rewards, "nothing": floor}
     best = None if by_oracle is None else by_oracle.transcript.reward
     if best is not None:
@@ -283,7 +306,7 @@ async def _errors(subject: Subject, task: Mapping[str, JSON]) -> Check:
         name = tool["function"]["name"]
         unfit: tuple[JSON, ...] = ({"no_such": 1}, [1], None)
         attempts += [ToolCall(name, given, CallStatus.OK, "", 0, 1) for given in unfit]
-    rehearsal = Rehearsal(subject.environment, subject.timeouts)
+    rehearsal = subject.rehearsal()
     await rehearsal.start(task)
     observation = await rehearsal.session.act(ParsedTurn("", tuple(attempts)))
     await rehearsal.end(score=False)
@@ -300,7 +323,7 @@ async def _snapshot(subject: Subject, one: _Played) -> Check:
         return Check("resume", PASS if environment.replayable else WARN, f"interrupted episodes resume {how}")
     seed_everything()
     half = len(one.actions) // 2
-    first = Rehearsal(environment, subject.timeouts)
+    first = subject.rehearsal()
     await first.start(one.task)
     for action in one.actions[:half]:
         await first.act(action)
@@ -308,7 +331,7 @@ async def _snapshot(subject: Subject, one: _Played) -> Check:
     await first.end(score=False)
     if state is None or first.transcript.stop is not None:
         return Check("resume", SKIP, "the episode ended before a snapshot could be tried")
-    second = Rehearsal(environment, subject.timeouts)
+    second = subject.rehearsal()
     await second.session.restore(one.task, 0, state)
     second.transcript.first, second.transcript.answers = first.transcript.first, list(first.transcript.answers)
     for action in one.actions[half:]:
@@ -340,6 +363,32 @@ async def _threads_left(num_before: int) -> int:
     return left
 
 
+def _blocking(stage: Stage) -> Iterator[Check]:
+    """Nothing where nothing blocks, as in most worlds."""
+    if stage.blocked is not None:
+        phase, seconds = stage.blocked
+        message = (
+            f"an async member holds the event loop for {seconds:.1f} s ({phase}), and with it every other episode of "
+            "its process: await what takes time, or write a plain `def`, which gets a thread"
+        )
+        yield Check("blocking", WARN, message, {"phase": phase, "seconds": seconds})
+
+
+def _running_timers() -> set[str]:
+    kinds = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    return {name for name in kinds if signal.getitimer(getattr(signal, name))[0] > 0}
+
+
+def _timers(before: Collection[str]) -> Iterator[Check]:
+    """Nothing where none runs that did not run ``before``. Its signal ends the process, with all of its episodes."""
+    if running := sorted(_running_timers() - set(before)):
+        message = (
+            f"it leaves a timer running (signal.setitimer or signal.alarm: {', '.join(running)}), whose signal ends "
+            "the process and all episodes in it"
+        )
+        yield Check("timers", FAIL, message, {"running": running})
+
+
 def _latency(played: Sequence[_Played]) -> Check:
     data = {}
     for phase in ("reset", "step", "score"):
@@ -355,7 +404,7 @@ async def _prompt(subject: Subject) -> Check:
         return Check("prompt", SKIP, "no model given, so the length of the prompts is not known")
     lengths = []
     for number in range(min(subject.environment.num_tasks(Split.TRAIN), 50)):
-        rehearsal = Rehearsal(subject.environment, subject.timeouts)
+        rehearsal = subject.rehearsal()
         task = await subject.environment.task(Split.TRAIN, number)
         start = await rehearsal.session.start(task, 0)
         await rehearsal.end(score=False)

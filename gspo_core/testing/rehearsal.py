@@ -28,6 +28,8 @@ from gspo_core.testing.random_calls import Action
 from gspo_core.types import StopReason
 
 T = TypeVar("T")
+BLOCKING_S = 1.0
+"""Other episodes of the same process would notice."""
 
 
 @dataclass
@@ -60,10 +62,27 @@ class Transcript:
         return f"end: {self.stop}, reward {self.reward} / {other.stop}, reward {other.reward}"
 
 
+@dataclass
+class Stage:
+    """Where an examination stands, for whoever watches it from another thread."""
+
+    act: str = "loading it"
+    num_beats: int = 0
+    """Of the event loop that they are made from."""
+    blocked: tuple[str, float] | None = None
+    """The call that held this loop up longest, and for how long."""
+
+    def note_call(self, phase: str, seconds: float, beats_before: int) -> None:
+        longest = 0.0 if self.blocked is None else self.blocked[1]
+        if self.num_beats == beats_before and seconds > max(longest, BLOCKING_S):
+            self.blocked = phase, seconds
+
+
 class Rehearsal:
     """One episode, act by act."""
 
-    def __init__(self, environment: Environment, timeouts: Timeouts) -> None:
+    def __init__(self, environment: Environment, timeouts: Timeouts, stage: Stage | None = None) -> None:
+        self._stage = stage or Stage()
         self.session: Session = environment.session(limits=timeouts, episode_id="rehearsal")
         self.transcript = Transcript()
         self._paid = 0.0
@@ -99,11 +118,13 @@ class Rehearsal:
         return self.transcript
 
     async def _timed(self, phase: str, awaitable: Awaitable[T]) -> T:
-        begun = time.perf_counter()
+        begun, beats = time.perf_counter(), self._stage.num_beats
         try:
             return await awaitable
         finally:
-            self.transcript.durations_s.setdefault(phase, []).append(time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            self.transcript.durations_s.setdefault(phase, []).append(seconds)
+            self._stage.note_call(phase, seconds, beats)
 
 
 async def rehearse(
@@ -113,10 +134,11 @@ async def rehearse(
     timeouts: Timeouts,
     *,
     chance: int = 0,
+    stage: Stage | None = None,
 ) -> Transcript:
     """Raises ``EnvironmentFailed``. ``chance``: where the generators stand that a program shares."""
     seed_everything(chance)
-    rehearsal = Rehearsal(environment, timeouts)
+    rehearsal = Rehearsal(environment, timeouts, stage)
     try:
         await rehearsal.start(task)
         for action in actions:

@@ -28,6 +28,16 @@ class Check:
     message: str
     data: Mapping[str, Measured] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{_MARKS[self.status]} {self.id:<12} {self.message}"
+
+    @classmethod
+    def from_json(cls, given: CheckRecord) -> Check:
+        return cls(given["id"], Status(given["status"]), given["message"], given["data"])
+
+    def to_json(self) -> CheckRecord:
+        return {"id": self.id, "status": str(self.status), "message": self.message, "data": dict(self.data)}
+
 
 @dataclass
 class EnvironmentReport:
@@ -46,16 +56,14 @@ class EnvironmentReport:
 
     @classmethod
     def from_json(cls, given: ReportRecord) -> EnvironmentReport:
-        checks = [Check(one["id"], Status(one["status"]), one["message"], one["data"]) for one in given["checks"]]
-        return cls(given["name"], checks)
+        return cls(given["name"], [Check.from_json(one) for one in given["checks"]])
 
     def to_json(self) -> JudgedRecord:
-        checks: list[CheckRecord] = [
-            {"id": check.id, "status": str(check.status), "message": check.message, "data": dict(check.data)}
-            for check in self.checks
-        ]
-        return {"name": self.name, "ok": self.ok, "checks": checks}
+        return {"name": self.name, "ok": self.ok, "checks": [check.to_json() for check in self.checks]}
+
+    @property
+    def verdict(self) -> str:
+        return f"{self.name}: {'sound' if self.ok else 'refused'}"
 
     def __str__(self) -> str:
-        lines = [f"{_MARKS[check.status]} {check.id:<12} {check.message}" for check in self.checks]
-        return "\n".join([*lines, "", f"{self.name}: {'sound' if self.ok else 'refused'}"])
+        return "\n".join([*map(str, self.checks), "", self.verdict])

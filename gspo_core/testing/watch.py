@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TypeAlias, cast
 
 from gspo_core.env import (
@@ -33,9 +34,11 @@ from gspo_core.json_value import JSON
 from gspo_core.testing.agent_checks import examine_agent
 from gspo_core.testing.checks import Oracle, Subject, examine
 from gspo_core.testing.prompts import PromptMeter
+from gspo_core.testing.rehearsal import Stage
 from gspo_core.testing.report import Check, EnvironmentReport, Status
 
 _BEAT_S = 0.05
+_TELLING_S = 5.0
 # Beyond the longest deadline that the environment itself is held to.
 _GRACE_S = 5.0
 # Importing may take long.
@@ -43,9 +46,19 @@ _LOADING_S = 30.0
 # A vocabulary of 150,000 tokens on a busy machine.
 _TOKENIZER_S = 120.0
 _OURS = str(Path(__file__).resolve().parents[1])
+_MACHINERY = (_OURS, str(Path(asyncio.__file__).parent), threading.__file__)
 
 
 Examined: TypeAlias = type | str | Environment | Callable[..., object]
+
+
+class Witness:
+    """Follows an examination. This one is told, and does nothing."""
+
+    def found(self, check: Check) -> None: ...
+
+    def still(self, act: str, seconds: float) -> None:
+        """``act`` has lasted for so long."""
 
 
 class EnvironmentRefused(AssertionError):
@@ -78,37 +91,51 @@ def validate(
     model: Path | None = None,
     timeout_s: float = 5.0,
     agent: Mapping[str, JSON] | None = None,
+    witness: Witness | None = None,
 ) -> EnvironmentReport:
     """``agent``: how a job says that its agent is started; a function that can only be one needs no word.
     ``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
-    static method of the class."""
+    static method of the class. ``witness`` is told of each finding as it is made, and of what takes long."""
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
     start = None if agent is None else AgentStart.from_json(agent)
     load = partial(_as_environment, environment, config or {}, start)
-    watched = _Watched(EnvironmentReport(str(name)), timeout_s, load)
+    watched = _Watched(EnvironmentReport(str(name)), timeout_s, load, witness or Witness())
     watched.run(oracle, model)
     return watched.report
 
 
 class _Watched:
-    def __init__(self, report: EnvironmentReport, timeout_s: float, load: Callable[[], Environment]) -> None:
+    def __init__(
+        self, report: EnvironmentReport, timeout_s: float, load: Callable[[], Environment], witness: Witness
+    ) -> None:
         self.report = report
+        self._witness = witness
+        self._stage = Stage()
         self._timeout_s = timeout_s
         self._load = load
-        self._num_beats = 0
         self._longest_s = max(timeout_s, _LOADING_S)
         self._now = "loading"
 
     def run(self, oracle: Oracle | None, model: Path | None) -> None:
         thread = threading.Thread(target=self._work, args=(oracle, model), name="environment checks", daemon=True)
         thread.start()
-        heard, silent_s, looked = -1, 0.0, time.monotonic()
+        heard: tuple[int, FrameType | None] = (-1, None)
+        silent_s, looked = 0.0, time.monotonic()
+        act, act_began, told = self._stage.act, looked, looked
         while thread.is_alive():
             thread.join(_BEAT_S)
             now = time.monotonic()
             # A machine that is busy, or a library that holds up every thread, also makes this one look late.
-            silent_s = silent_s + min(now - looked, 2 * _BEAT_S) if heard == self._num_beats else 0.0
-            heard, looked = self._num_beats, now
+            # Several members may block one after the other before the loop has its turn: each of them returns.
+            signs = self._stage.num_beats, _author_frame(thread)
+            is_silent = signs[0] == heard[0] and signs[1] is heard[1]
+            silent_s = silent_s + min(now - looked, 2 * _BEAT_S) if is_silent else 0.0
+            heard, looked = signs, now
+            if self._stage.act != act:
+                act, act_began, told = self._stage.act, now, now
+            elif now - told >= _TELLING_S:
+                told = now
+                self._witness.still(act, now - act_began)
             if thread.is_alive() and silent_s > self._longest_s + _GRACE_S:
                 self._add("responsive", Status.FAIL, self._silence(thread))
                 return
@@ -130,8 +157,9 @@ class _Watched:
             return
         meter = None
         if model is not None:
-            self._now, self._longest_s = "loading the model's tokenizer", max(self._longest_s, _TOKENIZER_S)
-            self._num_beats += 1
+            self._stage.act = self._now = "loading the model's tokenizer"
+            self._longest_s = max(self._longest_s, _TOKENIZER_S)
+            self._stage.num_beats += 1
             try:
                 meter = PromptMeter.load(model)
             except (OSError, ValueError) as error:
@@ -140,8 +168,8 @@ class _Watched:
         timeouts = timeouts_of(environment, self._timeout_s)
         self._now = "an async member blocks the event loop and"
         self._longest_s = max(timeouts.reset_timeout_s, timeouts.step_timeout_s, timeouts.score_timeout_s)
-        self._num_beats += 1
-        subject = Subject(environment, timeouts, oracle or oracle_of(environment), meter)
+        self._stage.num_beats += 1
+        subject = Subject(environment, timeouts, oracle or oracle_of(environment), meter, self._stage)
         try:
             asyncio.run(self._examine(subject))
         except Exception as error:
@@ -153,7 +181,7 @@ class _Watched:
             environment = subject.environment
             checks = examine_agent(environment) if isinstance(environment, AgentEnvironment) else examine(subject)
             async for check in checks:
-                self.report.checks.append(check)
+                self._note(check)
         finally:
             beating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -161,11 +189,15 @@ class _Watched:
 
     async def _keep_beating(self) -> None:
         while True:
-            self._num_beats += 1
+            self._stage.num_beats += 1
             await asyncio.sleep(_BEAT_S)
 
     def _add(self, check: str, status: Status, message: str) -> None:
-        self.report.checks.append(Check(check, status, message))
+        self._note(Check(check, status, message))
+
+    def _note(self, check: Check) -> None:
+        self.report.checks.append(check)
+        self._witness.found(check)
 
 
 def _as_environment(given: Examined, config: Mapping[str, JSON], agent: AgentStart | None) -> Environment:
@@ -192,12 +224,21 @@ def oracle_of(environment: Environment) -> Oracle | None:
     return oracle
 
 
+def _author_frame(thread: threading.Thread) -> FrameType | None:
+    """The outermost call of code outside of this library that a thread is in; None where it is in none."""
+    frame, found = sys._current_frames().get(thread.ident or -1), None
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_MACHINERY):
+            found = frame
+        frame = frame.f_back
+    return found
+
+
 def _where(thread: threading.Thread) -> str | None:
     """The innermost place outside of this library at which a thread stands; None where it stands in none."""
     frame = sys._current_frames().get(thread.ident or -1)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    machinery = (_OURS, str(Path(asyncio.__file__).parent), threading.__file__)
-    foreign = [entry for entry in stack if not entry.filename.startswith(machinery)]
+    foreign = [entry for entry in stack if not entry.filename.startswith(_MACHINERY)]
     if not foreign:
         return None
     return f"{Path(foreign[-1].filename).name}, line {foreign[-1].lineno}, in {foreign[-1].name}"

@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 import gspo_core.testing.prompts
+import gspo_core.testing.rehearsal
 import gspo_core.testing.watch
 from gspo_core.cli import main
 from gspo_core.env import from_trl
-from gspo_core.testing import EnvironmentRefused, EnvironmentReport, Status, check_environment, validate
+from gspo_core.testing import Check, EnvironmentRefused, EnvironmentReport, Status, check_environment, validate
 from tests.apparatus.processes import is_running
 from tests.core.chat_kit import write_tokenizer
 
@@ -619,6 +620,86 @@ def test_an_environment_that_ends_the_process_is_refused_and_one_that_prints_spo
     (tmp_path / "loud.py").write_text(RUDE.replace("{deed}", "print('hello', flush=True)"))
     assert main(["env", "validate", f"{tmp_path / 'loud.py'}:Rude", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL: killed by itself, or for lack of memory"),
+        ("import signal; signal.setitimer(signal.ITIMER_REAL, 600)", "leaves a timer running"),
+        ("import signal; os.kill(os.getpid(), signal.SIGALRM)", "SIGALRM"),
+    ],
+)
+def test_a_world_that_may_end_its_process_is_refused_in_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], deed: str, said: str
+) -> None:
+    (tmp_path / "rude.py").write_text(RUDE.replace("{deed}", deed))
+    assert main(["env", "validate", f"{tmp_path / 'rude.py'}:Rude"]) == 1
+    shown = capfd.readouterr()
+    assert said in shown.out
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_what_a_world_prints_does_not_flood_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loud.py").write_text(RUDE.replace("{deed}", "print('x' * 1_000_000, flush=True)"))
+    assert main(["env", "validate", f"{tmp_path / 'loud.py'}:Rude"]) == 0
+    shown = capfd.readouterr()
+    assert 64 << 10 <= len(shown.err) < 70_000
+    assert re.search(r"it printed \d+\.\d MiB, of which 64 KiB are shown", shown.err)
+    assert shown.out.splitlines()[-1].endswith("sound")
+
+
+class Slow(Counter):
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        time.sleep(0.05)
+        return "added"
+
+
+class BlockingForAWhile(Counter):
+    async def add(self, amount: int) -> str:  # type: ignore[override]
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        time.sleep(0.3)  # noqa: ASYNC251
+        return "added"
+
+
+class Listening(gspo_core.testing.watch.Witness):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def found(self, check: Check) -> None:
+        self.told.append(check.id)
+
+    def still(self, act: str, seconds: float) -> None:
+        self.told.append(act)
+
+
+def test_an_examination_says_each_finding_at_once_and_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gspo_core.testing.watch, "_TELLING_S", 0.1)
+    witness = Listening()
+    report = validate(Slow, witness=witness)
+    assert [one for one in witness.told if one in status(report)] == list(status(report))
+    assert "playing episode 1 of 3 with random calls" in witness.told[: witness.told.index("reset")]
+    assert "playing the 3 episodes again" in witness.told
+
+
+def test_an_async_member_that_blocks_for_a_while_is_not_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at the same time block for longer than one may take, but each of them returns."""
+    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.1)
+    monkeypatch.setattr(gspo_core.testing.rehearsal, "BLOCKING_S", 0.2)
+    report = validate(BlockingForAWhile, timeout_s=0.9)
+    assert "responsive" not in status(report)
+    assert status(report)["blocking"] == "warn"
+    (found,) = [one for one in report.checks if one.id == "blocking"]
+    assert re.match(r"an async member holds the event loop for \d\.\d s \(step\)", found.message)
 
 
 def test_a_person_can_be_the_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
