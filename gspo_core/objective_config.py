@@ -8,7 +8,8 @@ It imports neither torch nor numpy and computes no loss (`gspo_core.objective` d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -244,7 +245,8 @@ class ObjectiveConfig(Documented):
     outlier_gate: PositiveFloat | None = 5.0
     """Sequences with a token whose log-prob differs by more between sampler and anchor are withheld. Null: never."""
     geometric_gate: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Sequences whose geometric mean weight lies outside [1 / this, this] are withheld. Null: never."""
+    """Sequences whose geometric mean weight lies outside [1 / this, this] are withheld. Null: never. A pair names both
+    ends: `[0.999, 1.002]`."""
     off_policy_gate: PositiveFloat | None = 0.5
     """Sequences with a negative advantage whose mean log-prob fell by more since they were sampled are withheld (OPSM).
     Null: never."""
@@ -252,6 +254,8 @@ class ObjectiveConfig(Documented):
     """Tokens staler than this many steps are withheld. Null: none. A job takes it from its rollout section."""
     # Release 0.2.0 does not know these keys and refuses a job with them, so a job that does not use them is stored
     # without.
+    geometric_gate_low: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, exclude_if=_is_none)
+    """The lower end of `geometric_gate`, where it is not 1 / the upper one."""
     min_kept_frac: Share | None = Field(default=None, exclude_if=_is_none)
     """Where k3_gate and outlier_gate would keep a smaller share of the batch's sequences than this, it is the policy
     that has moved, not some sequences that are odd: then this share is kept, the nearest first. Null: the gates may
@@ -290,6 +294,19 @@ class ObjectiveConfig(Documented):
     """How rewards become advantages."""
 
     @property
+    def geometric_log_band(self) -> tuple[float, float] | None:
+        """The logarithms of the ends of `geometric_gate`."""
+        if self.geometric_gate is None:
+            return None
+        high = math.log(self.geometric_gate)
+        return -high if self.geometric_gate_low is None else math.log(self.geometric_gate_low), high
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """Whether the loss takes `log_ratio_clamp`."""
+        return self.loss in ("clip", "sapo", "gmpo")
+
+    @property
     def compensates(self) -> bool:
         """Whether clip decisions have the expected drift removed."""
         return self.compensate and self.anchor == "behavior" and self.loss == "clip" and self.ratio != "token"
@@ -315,6 +332,8 @@ class ObjectiveConfig(Documented):
             _put(given, "ratio", level, f"importance_sampling_level: {level}")
         if "clip" in given:
             _resolve_clip(given)
+        if isinstance(gate := given.get("geometric_gate"), list | tuple):
+            _resolve_gate(given, gate)
         correction = given.get("correction")
         if isinstance(correction, str):
             given["correction"] = CORRECTION_NAMES.get(correction, correction)
@@ -361,6 +380,13 @@ def _resolve_clip(given: Given) -> None:
     _put(given, "clip_high", pair[1], f"clip: {clip}")
 
 
+def _resolve_gate(given: Given, pair: Sequence[JSON]) -> None:
+    if len(pair) != 2:
+        raise ValueError(f"geometric_gate: must be a number or [low, high], not {pair!r}")
+    given["geometric_gate"] = pair[1]
+    _put(given, "geometric_gate_low", pair[0], f"geometric_gate: {pair}")
+
+
 def _fill_dependent_defaults(given: Given) -> None:
     """Defaults that follow from another key, written out, so that a stored configuration says what it does."""
     required = RATIO_OF_LOSS.get(str(given.get("loss")))
@@ -380,13 +406,14 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
         "clip_high": (loss in ("clip", "cispo") and config.band is None, "the losses clip and cispo, without a band"),
         "band": (loss == "clip" and pooled, "ratio: sequence or turn of the loss clip"),
         "dual_clip": (loss == "clip", "the loss clip"),
-        "log_ratio_clamp": (loss in ("clip", "sapo", "gmpo"), "the losses clip, sapo and gmpo"),
+        "log_ratio_clamp": (config.bounds_ratio, "the losses clip, sapo and gmpo"),
         "compensate": (behavior and loss == "clip" and pooled, "anchor: behavior, loss: clip, ratio: sequence or turn"),
         "allow_one_sided_clip": (_is_one_sided(config), "a narrow clip on anchor: behavior without compensation"),
         "correction_max": (config.correction != "none", "a correction"),
         "correction_min": (config.correction != "none", "a correction"),
         "product_max_tokens": (config.correction.startswith("product"), "correction: product"),
         "min_kept_frac": (not behavior and _has_distance_gate(config), "anchor: proximal and k3_gate or outlier_gate"),
+        "geometric_gate_low": (config.geometric_gate is not None, "geometric_gate"),
         "m2_bound": (not behavior, "anchor: proximal"),
         "stale_clip": (not behavior and loss == "clip", "anchor: proximal and the loss clip"),
         "kl_unbiased": (config.kl_coef > 0, "kl_coef above 0"),

@@ -163,7 +163,7 @@ def _kl_to_reference(context: LossContext) -> Tensor:
     assert inputs.reference_BT is not None
     kl_BT = k3(inputs.reference_BT - inputs.policy_BT)
     if config.kl_unbiased:
-        kl_BT = kl_BT * context.ratio_BT(context.delta_BT, inputs.mask_BT)
+        kl_BT = kl_BT * context.kl_ratio_BT()
     return config.kl_coef * kl_BT
 
 

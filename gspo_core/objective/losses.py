@@ -65,6 +65,16 @@ class LossContext:
         highest = self.config.log_ratio_clamp
         return (log_ratio_BT if highest is None else log_ratio_BT.clamp(max=highest)).exp()
 
+    def kl_ratio_BT(self) -> Tensor:
+        """exp of the log ratio of each token, bounded only where that of the loss is."""
+        delta_BT = torch.where(self.inputs.mask_BT, self.delta_BT, 0.0)
+        highest = self.kl_clamp
+        return (delta_BT if highest is None else delta_BT.clamp(max=highest)).exp()
+
+    @property
+    def kl_clamp(self) -> float | None:
+        return self.config.log_ratio_clamp if self.config.bounds_ratio else None
+
 
 def clip_loss(context: LossContext) -> Terms:
     """PPO's pessimistic clip on a sequence ratio (GSPO), a turn ratio or a token ratio (GRPO, PPO)."""

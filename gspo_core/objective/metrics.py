@@ -68,7 +68,7 @@ def loss_metrics(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1
     metrics = _losses(stats, config, num_updates)
     wanted = _wanted(BUCKETED, config)
     metrics |= _ratios(stats.total, wanted) | _ratios(stats.total, _wanted(OVERALL, config))
-    metrics |= _spread(stats, None) | _counts(stats) | _extremes(stats, config)
+    metrics |= _spread(stats, None) | _counts(stats) | _kl_counts(stats, config) | _extremes(stats, config)
     if stats.bucket("tokens", "0"):
         metrics["gspo/k3_mismatch"] = stats.bucket("k3_proximal_behavior", "0") / stats.bucket("tokens", "0")
     if stats.total("with_reference"):
@@ -147,6 +147,10 @@ def _counts(stats: LossStats) -> dict[str, float]:
         "gspo/num_empty": stats.total("empty"),
         "gspo/log_ratio_clamped": stats.total("units_clamped"),
     }
+
+
+def _kl_counts(stats: LossStats, config: ObjectiveConfig) -> dict[str, float]:
+    return {"gspo/kl_ratio_clamped": stats.total("kl_clamped")} if config.kl_unbiased else {}
 
 
 def _extremes(stats: LossStats, config: ObjectiveConfig) -> dict[str, float]:

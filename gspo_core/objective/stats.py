@@ -68,7 +68,10 @@ SEQUENCE_SUMS = (
     "sequence_weight",
     "sequence_weight_squared",
 )
-SCALAR_SUMS = ("loss_policy", "loss_kl", "empty", "units", "ratio", "units_clamped", "with_reference", "with_staleness")
+SCALAR_SUMS = (
+    *("loss_policy", "loss_kl", "empty", "units", "ratio", "units_clamped", "kl_clamped"),
+    *("with_reference", "with_staleness"),
+)
 # Extremes; a minimum is stored as the maximum of its negative.
 SEQUENCE_MAXIMA = ("log_ratio_max", "log_ratio_negative_min")
 SCALAR_MAXIMA = ("unit_log_ratio_max", "unit_log_ratio_negative_min", "staleness_max")
@@ -225,6 +228,7 @@ def _scalar_sums(context: LossContext, terms: Terms, losses: tuple[Tensor, Tenso
     zero = torch.zeros_like(tokens)
     scalars = [
         *(*losses, empty_B.sum(), active_N.sum(), ratio_N.sum(), clamped_N.sum()),
+        zero if context.kl_clamp is None else (inputs.mask_BT & (context.delta_BT > context.kl_clamp)).sum(),
         zero if inputs.reference_BT is None else tokens,
         zero if inputs.staleness_BT is None else tokens,
     ]

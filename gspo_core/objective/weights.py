@@ -65,8 +65,10 @@ def _sequence_gates(
         gates["k3"] = inputs.sequence_mean_BT(k3(drift_BT)).squeeze(-1) <= bounds.k3_gate
     if bounds.outlier_gate is not None:
         gates["outlier"] = (drift_BT.abs() <= bounds.outlier_gate).all(-1)
-    if config.geometric_gate is not None:
-        gates["geometric"] = inputs.sequence_mean_BT(drift_BT).squeeze(-1).abs() <= math.log(config.geometric_gate)
+    if config.geometric_log_band is not None:
+        low, high = config.geometric_log_band
+        mean_B = inputs.sequence_mean_BT(drift_BT).squeeze(-1)
+        gates["geometric"] = (low <= mean_B) & (mean_B <= high)
     return gates
 
 

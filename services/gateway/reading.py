@@ -15,7 +15,6 @@ from services.engines.protocol import Span
 from services.episodes.policy import Sampled
 from services.gateway.turns import Piece
 
-_READABLE = (CallStatus.OK, CallStatus.UNKNOWN_TOOL)
 # A character whose bytes are not all there yet.
 _DAMAGED = "\ufffd"
 
@@ -54,7 +53,8 @@ def read(
 
 
 def _is_readable(call: ToolCall) -> bool:
-    return call.status in _READABLE and isinstance(call.arguments, dict)
+    """What was never offered is no call that an agent could answer: many an agent's program ends at it."""
+    return call.status is CallStatus.OK and isinstance(call.arguments, dict)
 
 
 def certain(codec: ChatCodec, sampled: Sequence[int], tools: Sequence[ToolSchema], num_held: int) -> Piece:

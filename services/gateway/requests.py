@@ -79,25 +79,26 @@ async def read_json(request: Request) -> JSON:
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """In whose shape an error is told where no dialect has read the request."""
-    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    """In whose shape an error is told where no dialect has read the request: that of the path, where it has one."""
+    is_openai = path.startswith(("/v1/chat/", "/v1/responses"))
+    is_anthropic = path.startswith("/v1/messages") or ("anthropic-version" in headers and not is_openai)
     return AnthropicMessages() if is_anthropic else OpenAIChat()
 
 
 async def refused(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with ``error``."""
-    return fault_reply(dialect_of(request.url.path, request.headers), _fault(error), {})
+    return fault_reply(dialect_of(request.url.path, request.headers), _fault(request, error), {})
 
 
-def _fault(error: Exception) -> Fault:
+def _fault(request: Request, error: Exception) -> Fault:
     if isinstance(error, Refusal):
         return fault_of(error)
     if isinstance(error, BodyTooLarge):
         return final(413, "body_too_large", f"a body may have at most {MAX_BODY_BYTES} bytes")
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return final(404, "not_found", "this gateway has no such route")
-    return final(error.status_code, "method_not_allowed", "this route takes another method")
+        return final(404, "not_found", f"this gateway has no route {request.method} {request.url.path}")
+    return final(error.status_code, "method_not_allowed", f"{request.url.path} does not take {request.method}")
 
 
 class RequestMiddleware:

@@ -5,13 +5,14 @@ Each test was written for a mistake that no other test noticed; `docs/objective.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gspo_core.objective import ObjectiveConfig, policy_loss
+from gspo_core.objective import ObjectiveConfig, loss_metrics, policy_loss
 from gspo_core.objective.inputs import prepare
 from gspo_core.objective.weights import make_weights
 from tests.core.objective_support import OFF
@@ -78,3 +79,49 @@ def test_the_pull_to_the_reference_obeys_no_gate(keys: dict[str, Any]) -> None:
     torch.testing.assert_close(both[1], pull)  # withheld by the gate: nothing but the pull is left
     torch.testing.assert_close(gradient(torch.zeros(2, dtype=torch.float64)), pull.expand(2, 3))
     assert (both[0] - pull).abs().min() > 0.1
+
+
+def test_a_gate_may_be_closer_on_one_side() -> None:
+    """MLPerf's band: a drift of 0.0015 is allowed upwards and refused downwards."""
+    config = ObjectiveConfig(**{**OFF, "geometric_gate": [0.999, 1.002]})
+    assert (config.geometric_gate_low, config.geometric_gate) == (0.999, 1.002)
+    drift = torch.tensor([[0.0015], [-0.0015]], dtype=torch.float64)
+    assert kept(config, proximal=LEVEL + drift, behavior=LEVEL) == [True, False]
+    even = ObjectiveConfig(**{**OFF, "geometric_gate": 1.002})
+    assert kept(even, proximal=LEVEL + drift, behavior=LEVEL) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "clamp"),
+    [
+        ({"loss": "cispo", "clip": 0.2}, None),
+        ({"loss": "vespo"}, None),
+        ({"loss": "dppo_tv", "dppo_delta": 1.0}, None),
+        ({"clip": 0.2}, 10.0),
+        ({"clip": 0.2, "log_ratio_clamp": None}, None),
+    ],
+    ids=str,
+)
+def test_the_factor_of_the_kl_is_bounded_only_where_the_loss_says_so(
+    given: dict[str, Any], clamp: float | None
+) -> None:
+    """At a log ratio of 12; with advantage 0 the KL is all that there is."""
+    config = ObjectiveConfig(**{**OFF, "kl_coef": 1.0, "kl_unbiased": True, **given})
+    policy = torch.full((1, 1), -1.0, dtype=torch.float64, requires_grad=True)
+    proximal, reference = torch.full_like(policy, -13.0), torch.full_like(policy, -1.5)
+    loss, stats = policy_loss(
+        config,
+        policy,
+        torch.ones(1, 1),
+        torch.zeros(1, dtype=torch.float64),
+        proximal.detach(),
+        None,
+        reference.detach(),
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    value, slope = math.expm1(-0.5) + 0.5, 1 - math.exp(-0.5)
+    ratio = math.exp(12.0 if clamp is None else clamp)
+    assert policy.grad is not None
+    assert float(loss.detach()) == pytest.approx(ratio * value)
+    assert float(policy.grad) == pytest.approx(ratio * (slope + (value if clamp is None else 0.0)))
+    assert loss_metrics(stats, config)["gspo/kl_ratio_clamped"] == (0 if clamp is None else 1)

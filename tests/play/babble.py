@@ -61,6 +61,8 @@ class Babbler:
     version: int = 0
     _words: Sequence[str] = (*WORDS, *SPELLED)
     _rest: dict[int, list[int]] = field(default_factory=dict)
+    _is_to_arrive: bool = False
+    """So the calls of this turn are to the tool that every player offers: others are no calls to it."""
 
     def __post_init__(self) -> None:
         tokenizer = self.codec.tokenizer
@@ -103,7 +105,8 @@ class Babbler:
         self.begins.append(len(self.served))
         cue = self.cues.pop(0) if self.cues else ""
         kind = cue or self.rng.choices(("text", "calls:1", "calls:2", "noise"), (8, 7, 2, 2))[0]
-        avoided = self.ends if cue.startswith("calls:") else ()
+        self._is_to_arrive = cue.startswith("calls:")
+        avoided = self.ends if self._is_to_arrive else ()
         self._words = tuple(word for word in (*WORDS, *SPELLED) if word not in avoided)
         begun = next((name for name, ids in self._begun.items() if prompt[-len(ids) :] == ids), None)
         ids = self._said(kind) if begun is None else self._behind(begun, kind)
@@ -168,6 +171,8 @@ class Babbler:
         return f'{{"name": "{name}", "arguments": {self._arguments(name)}}}'
 
     def _name(self) -> str:
+        if self._is_to_arrive:
+            return "lookup"
         if self.wild and self.rng.random() < 0.05:
             return self.rng.choice(("fly", "lookup_", "数"))
         return self.rng.choice(("lookup", "note"))

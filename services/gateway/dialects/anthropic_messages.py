@@ -31,6 +31,12 @@ _CHOICES: Mapping[str, ToolChoice] = {"auto": AUTO, "none": ToolChoice("none"), 
 _STOP_REASONS: Mapping[Finish, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+# Required by the schema of this dialect; nothing of it is here.
+_UNCOUNTED: Mapping[str, JSON] = dict.fromkeys(
+    ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
+)
+
+
 class AnthropicMessages:
     def __init__(self, *, counts: bool = False) -> None:
         """``counts``: requests ask for the size of a prompt, so they name no bound of an answer."""
@@ -70,7 +76,7 @@ class AnthropicMessages:
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
         if answer.text:
-            blocks.append({"type": "text", "text": answer.text})
+            blocks.append(_text(answer.text))
         blocks += [_call(call_id, call.name, call.arguments) for call_id, call in _calls(answer)]
         return {
             **_message(answer.id, model, blocks, _usage(answer.usage)),
@@ -100,7 +106,7 @@ class MessagesWriter:
 
     def begin(self) -> bytes:
         # The prompt is counted once the answer is whole, and the last event corrects this.
-        unknown: JSON = {"input_tokens": 0, "output_tokens": 0}
+        unknown: JSON = {"input_tokens": 0, "output_tokens": 0, **_UNCOUNTED}
         message = _message(self._heading.id, self._heading.model, [], unknown)
         return event({"type": "message_start", "message": message}, "message_start")
 
@@ -111,7 +117,7 @@ class MessagesWriter:
             out += self._in_block({"type": "thinking", "thinking": "", "signature": ""})
             out += self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
-            out += self._in_block({"type": "text", "text": ""})
+            out += self._in_block(_text(""))
             out += self._delta({"type": "text_delta", "text": piece.text})
         return out
 
@@ -254,7 +260,11 @@ def _calls(answer: Answer) -> zip[tuple[str, ToolCall]]:
 
 
 def _call(call_id: str, name: str | None, arguments: JSON) -> dict[str, JSON]:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments, "caller": {"type": "direct"}}
+
+
+def _text(text: str) -> dict[str, JSON]:
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _message(message_id: str, model: str, blocks: list[JSON], usage: JSON) -> dict[str, JSON]:
@@ -266,6 +276,8 @@ def _message(message_id: str, model: str, blocks: list[JSON], usage: JSON) -> di
         "content": blocks,
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": usage,
     }
 
@@ -283,4 +295,5 @@ def _usage(usage: Usage) -> JSON:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_stored_tokens,
         "output_tokens": usage.num_sampled_tokens,
+        **_UNCOUNTED,
     }

@@ -271,6 +271,21 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> T
     return asks.choose(sent, ToolChoice("required", reader.take(sent).need("name").name()), tools)
 
 
+# Required by a schema of this dialect, with the value of what is not there.
+_SCHEMAS_FIELDS: Mapping[str, JSON] = {
+    "background": False,
+    "completed_at": None,
+    "frequency_penalty": 0,
+    "max_tool_calls": None,
+    "presence_penalty": 0,
+    "prompt_cache_key": None,
+    "reasoning": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "top_logprobs": 0,
+}
+
+
 def _response(question: Question, heading: Heading, answer: Answer | None) -> dict[str, JSON]:
     """The response; without an answer, one that is in progress."""
     body = question.body
@@ -294,6 +309,9 @@ def _response(question: Question, heading: Heading, answer: Answer | None) -> di
         "tools": body.get("tools") or [],
         "truncation": "disabled",
         "usage": None,
+        **_SCHEMAS_FIELDS,
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
     }
     if answer is not None:
         response["output"] = _output(answer)
