@@ -26,12 +26,13 @@ from safetensors.torch import load_file
 
 from benchmarks.weight_deltas import FILE, make_model
 from examples.demo import demonstrations
-from examples.demo.model import School, _write_untrained
+from examples.demo.model import School
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig, LoraConfig, OptimizerConfig
 from gspo_core.lora_adapter import ADAPTER_WEIGHTS, BaseWeights, merged_weights
 from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.starter.untrained import write_untrained
 from services.files.weight_deltas import DELTA_NAME, write_delta
 
 RESULTS = Path(__file__).parent / "results" / "adapter_versions.md"
@@ -40,7 +41,7 @@ NUM_ANSWERS, NUM_TOKENS = 8, 40
 
 
 def demo_model(directory: Path, seed: int) -> Path:
-    _write_untrained(directory, School(directory, seed, demonstrations.COURSE).codec, seed)
+    write_untrained(directory, School(directory, seed, demonstrations.COURSE).codec, seed)
     return directory
 
 

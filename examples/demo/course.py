@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from examples.demo import tokenizer
 from gspo_core.chat import Message
+from gspo_core.starter import tokenizer
 
 
 class Task(TypedDict, total=False):

@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from examples.demo import course, demonstrations, tokenizer
+from examples.demo import course, demonstrations
 from examples.demo.course import Course, Mistakes, Task
 from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
 from gspo_core.json_value import JSON
+from gspo_core.starter import lessons, tokenizer, untrained
+from gspo_core.starter.lessons import lesson
+from gspo_core.starter.untrained import write_untrained
 
 if TYPE_CHECKING:
     from gspo_core.batch import TrainSequence
@@ -41,19 +44,6 @@ MAX_ATTEMPTS = 4
 NEXT_SEED = 1000
 PEAK_LR = 3e-3
 WARMUP_STEPS = 10
-
-_ARCHITECTURE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    # Measured: with the usual 0.02 a model of this width needs about three times as many steps to learn to copy.
-    "initializer_range": 0.05,
-}
 
 
 class NotADemoModel(Exception):
@@ -97,11 +87,12 @@ def _make(made: Path, untrained: Path, seed: int, taught: Course, say: Callable[
 def _teach(directory: Path, seed: int, taught: Course, say: Callable[[str], None], *, is_last: bool) -> Learner | None:
     """The learner after all its lessons; None for one that is given up."""
     school = School(directory, seed, taught)
-    say(f"demo model: {_write_untrained(directory, school.codec, seed):,} parameters, warm start begins")
+    parameters = write_untrained(directory, school.codec, seed)
+    say(f"demo model: {parameters:,} parameters, warm start begins")
     learner = _learner(directory, seed, taught.num_steps)
     started, losses = time.monotonic(), list[float]()
-    for step, lessons in enumerate(school.curriculum(), 1):
-        losses.append(learner.supervised_step(lessons)["supervised/loss"])
+    for step, batch in enumerate(school.curriculum(), 1):
+        losses.append(learner.supervised_step(batch)["supervised/loss"])
         if step % 25 == 0:
             say(f"demo model: step {step}, loss {losses[-1]:.2f}, {time.monotonic() - started:.0f} s")
         loss = sum(losses[-10:]) / 10
@@ -162,73 +153,12 @@ class School:
         return self._sequence(task, self._course.demonstrate(task, mistakes, self._generator), whole=True)
 
     def _sequence(self, task: Task, said: Sequence[Message], *, whole: bool) -> TrainSequence:
-        import numpy as np
-
-        from gspo_core.batch import TrainSequence
-
         prompt = self._prompt(task)
-        tools = self._environment.tools
-        token_ids = self.codec.render(prompt, tools) if whole else self.codec.render(prompt[1:])
-        action_mask = [False] * len(token_ids)
-        observed: list[Message] = []
-        for message in said:
-            if message["role"] != "assistant":
-                observed.append(message)
-                continue
-            if observed:
-                bridge = self.codec.bridge(token_ids, [self.codec.stop_ids[0]], observed)
-                assert isinstance(bridge, list)
-                token_ids += bridge
-                action_mask += [False] * len(bridge)
-                observed = []
-            turn = self._turn_ids(message)
-            token_ids += turn
-            action_mask += [True] * len(turn)
-        return TrainSequence(
-            token_ids=np.array(token_ids, np.int32),
-            action_mask=np.array(action_mask),
-            behavior_logprobs=np.zeros(len(token_ids), np.float32),
-            turn_ids=np.zeros(len(token_ids), np.int32),
-            staleness=np.zeros(len(token_ids), np.int32),
-            advantages=0.0,
-        )
-
-    def _turn_ids(self, message: Message) -> list[int]:
-        """What a policy would sample to say ``message``, its stop token included."""
-        opening = self.codec.render([])
-        closing = self.codec.tokenizer.encode("\n")
-        whole = self.codec.render([message], generation_prompt=False)
-        assert whole[: len(opening)] == opening
-        assert whole[-len(closing) :] == closing
-        return whole[len(opening) : -len(closing)]
+        return lesson(self.codec, *((prompt, said, self._environment.tools) if whole else (prompt[1:], said)))
 
     def _prompt(self, task: Task) -> list[Message]:
         assert isinstance(self._environment, PlainEnvironment)
         return first_messages({}, self._course.ask(task), self._environment.system_prompt)
-
-
-def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
-    """A randomly initialised model; returns its number of parameters."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=codec.tokenizer.vocab_size,
-        bos_token_id=None,
-        eos_token_id=codec.stop_ids[0],
-        pad_token_id=codec.stop_ids[1],
-        dtype="float32",
-        **_ARCHITECTURE,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(directory)
-    GenerationConfig(eos_token_id=list(codec.stop_ids), pad_token_id=codec.stop_ids[1]).save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _learner(directory: Path, seed: int, num_steps: int) -> Learner:
@@ -246,7 +176,8 @@ def _learner(directory: Path, seed: int, num_steps: int) -> Learner:
 def _recipe(taught: Course) -> str:
     """Changes whenever the code that decides about the model does."""
     digest = hashlib.sha256()
-    for path in (Path(__file__), Path(course.__file__), Path(tokenizer.__file__), *taught.sources):
+    parts = (course, tokenizer, lessons, untrained)
+    for path in (Path(__file__), *(Path(str(part.__file__)) for part in parts), *taught.sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

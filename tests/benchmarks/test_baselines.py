@@ -23,10 +23,11 @@ from benchmarks.baselines.store import Store
 from benchmarks.baselines.sustained import write as write_sustained
 from benchmarks.baselines.training import Result, attribute
 from environments import calculator
-from examples.demo.model import School, _write_untrained
+from examples.demo.model import School
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.log.sequences import train_batch
+from gspo_core.starter.untrained import write_untrained
 from gspo_core.types import Split
 
 TINY = Sizes(steps=2, groups_per_step=2, group_size=2, eval_tasks=3, eval_every=2)
@@ -36,7 +37,7 @@ TINY = Sizes(steps=2, groups_per_step=2, group_size=2, eval_tasks=3, eval_every=
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained: it babbles, which is enough to be sampled and trained."""
     directory = tmp_path_factory.mktemp("baselines") / "dense"
-    _write_untrained(directory, School(directory, 0).codec, 0)
+    write_untrained(directory, School(directory, 0).codec, 0)
     return directory
 
 
@@ -77,7 +78,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_is_said_to_have_sample
     model: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    _write_untrained(other, School(other, 0).codec, 1)
+    write_untrained(other, School(other, 0).codec, 1)
     sampler = DenseSampler(model, CONTEXT_LENGTH)
     sampler.add(0, model)
     sampler.add(1, other)

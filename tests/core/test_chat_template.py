@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from examples.demo.tokenizer import chat_template
 from gspo_core.chat import (
     ForkReason,
     HermesCodec,
@@ -25,6 +24,7 @@ from gspo_core.chat import (
 )
 from gspo_core.chat.turns import TurnReader
 from gspo_core.messages import CallStatus
+from gspo_core.starter.tokenizer import chat_template
 from tests.core.chat_kit import CHATML, GLM, GLM_FORMAT, LLAMA, TOOLS, write_template, write_tokenizer
 
 PLAIN = """\

@@ -68,7 +68,7 @@ def test_a_call_of_a_tool_that_is_not_there_is_answered_and_a_file_is_no_class(
     assert "unpack" in shown
     assert "reward 1" in shown
     assert main(["env", "validate", "shop.py"]) == 1
-    assert "as in shop.py:MyClass" in capsys.readouterr().err
+    assert "as in shop.py:Shop" in capsys.readouterr().err
 
 
 def test_the_line_for_tests_works(folder: Path) -> None:

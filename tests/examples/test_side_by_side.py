@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from examples.demo.demo import demo_spec
-from examples.demo.model import School, _write_untrained
+from examples.demo.model import School
 from examples.demo.side_by_side import NARROWEST_PAIR, Played, PlayedLine, drawn, play_both
+from gspo_core.starter.untrained import write_untrained
 
 WRONG = Played("What is 1 + 2?", [PlayedLine("model", "It is 4.")], 0.0)
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
@@ -51,7 +52,7 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     found = []
     for seed in (0, 1):
         directory = tmp_path_factory.mktemp("model")
-        _write_untrained(directory, School(directory, 0).codec, seed)
+        write_untrained(directory, School(directory, 0).codec, seed)
         found.append(directory)
     return found[0], found[1]
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the demo model: byte-level BPE, trained on rendered demonstrations, with the tokens of Qwen3.
+"""The tokenizer of a tiny model: byte-level BPE, trained on rendered demonstrations, with the tokens of Qwen3.
 
 Rule: ``gspo_core.chat`` and the chat template written here give the same ids for the same conversation, so that any
 program which applies the template (an inference server, an evaluation tool) speaks to the model as the codec does.
@@ -82,6 +82,7 @@ def write_tokenizer(
     *,
     words: str = WORDS,
     max_vocab_size: int = MAX_VOCAB_SIZE,
+    context_tokens: int = 1024,
 ) -> None:
     """Train on ``conversations`` and write ``tokenizer.json``, its configuration and the chat template.
 
@@ -93,7 +94,7 @@ def write_tokenizer(
     backend.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 1024,
+        "model_max_length": context_tokens,
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
