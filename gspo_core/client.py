@@ -29,6 +29,7 @@ from gspo_core.api_answers import (
     GroupSummary,
     Job,
     OutsideDescription,
+    PastEvent,
     Plan,
     PublishedVersion,
     RegisteredEnvironment,
@@ -211,6 +212,10 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         """Ask for the end of a job. ``drain`` trains what is under way first; ``checkpoint`` keeps where it ended."""
         params = {"mode": "drain" if drain else "now", "checkpoint": "true" if checkpoint else "false"}
         return self._ask(Job, "POST", _job_path(job_id, "/cancel"), params=params)
+
+    def remove_job(self, job_id: str) -> None:
+        """Remove a job that is over, with all that it has made. Gone already is as good."""
+        self._remove(_job_path(job_id), "job_not_found")
 
     def change(self, job_id: str, changes: Mapping[str, JSON], *, if_match: str | None = None) -> Job:
         """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on. With
@@ -419,6 +424,10 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
             on_wait(failures)
             self._sleep(_delay(failures, retry_after_s))
             failures += 1
+
+    def past_events(self, job_id: str) -> Iterator[PastEvent]:
+        """Events that are kept, the oldest first; ``events`` goes on with those to come."""
+        yield from self._pages(PastEvent, _job_path(job_id, "/events"), {"limit": "1000"})
 
     def _stream(self, job_id: str, after: str | None) -> Iterator[Event | None]:
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after is not None else {})

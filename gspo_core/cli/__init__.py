@@ -52,6 +52,7 @@ def _parser() -> CommandParser:
     _add_watch(commands)
     _add_profile(commands)
     _add_jobs(commands)
+    _add_reading(commands)
     _add_control(commands)
     _add_episodes(commands)
     _add_erase(commands)
@@ -59,6 +60,8 @@ def _parser() -> CommandParser:
     add_env(commands, _add_server)
     add_eval(commands, _add_server)
     _add_workers(commands)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=_version)
     doctor = commands.add_parser("doctor", help="check what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
@@ -77,6 +80,7 @@ def _add_submit(commands: argparse._SubParsersAction[CommandParser]) -> None:
     submit = commands.add_parser("submit", help="submit a job from a JSON, YAML or TOML file")
     submit.add_argument("file")
     submit.add_argument("--dry-run", action="store_true", help="check the file against the server; create nothing")
+    submit.add_argument("--json", action="store_true", help="with --dry-run: all of the answer, for programs")
     submit.add_argument("--watch", action="store_true", help="follow the job once it is accepted")
     submit.add_argument("--key", help="submitting again with the same key returns the same job (Idempotency-Key)")
     _add_server(submit)
@@ -116,9 +120,30 @@ def _add_profile(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _add_jobs(commands: argparse._SubParsersAction[CommandParser]) -> None:
     jobs = commands.add_parser("jobs", help="list the jobs, newest first")
+    jobs.add_argument("--all", action="store_true", help="not only the newest 20")
     jobs.add_argument("--json", action="store_true", help="one JSON object per job")
     _add_server(jobs)
     jobs.set_defaults(run=_jobs)
+
+
+def _add_reading(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    logs = commands.add_parser("logs", help="print what has happened to a job; `gspo watch` goes on")
+    logs.add_argument("job")
+    logs.add_argument("--json", action="store_true", help="one JSON object per event")
+    logs.set_defaults(run=_logs)
+    metrics = commands.add_parser("metrics", help="print a job's numbers by step")
+    metrics.add_argument("job")
+    metrics.add_argument("--names", help="which, separated by commas; left out: the usual ones, with --csv all")
+    metrics.add_argument("--last", type=_positive, metavar="N", help="only the newest N steps")
+    form = metrics.add_mutually_exclusive_group()
+    form.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="for a sheet")
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="one JSON object per step")
+    metrics.set_defaults(run=_metrics)
+    export = commands.add_parser("export", help="write a checkpoint's weights as a plain model directory")
+    export.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step with a checkpoint (default: its newest)")
+    export.set_defaults(run=_export)
+    for action in (logs, metrics, export):
+        _add_server(action)
 
 
 def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -140,6 +165,11 @@ def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
             control.add_argument("--horizon", type=int, metavar="STEP", help="where the schedule of the rate ends now")
         _add_server(control)
         control.set_defaults(run=_control, verb=name)
+    remove = commands.add_parser("rm", help="remove jobs that are over, with all that they have made")
+    remove.add_argument("jobs", nargs="+", metavar="JOB")
+    remove.add_argument("--yes", action="store_true", help="do not ask, where a job is not named by its whole id")
+    _add_server(remove)
+    remove.set_defaults(run=_remove)
     fork = commands.add_parser("fork", help="begin a new job from a step of another")
     fork.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step that is kept (default: its newest)")
     fork.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with another setting")
@@ -196,21 +226,30 @@ def _add_erase(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.version:
-            from gspo_core import __version__
-
-            print(__version__)
-            return 0
+            return _version(arguments)
         parser.print_help()
         return 2
 
     return run
 
 
+def _version(_: argparse.Namespace) -> int:
+    from gspo_core import __version__
+
+    print(__version__)
+    return 0
+
+
 def _submit(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
     return jobs.submit(
-        arguments.url, arguments.file, dry_run=arguments.dry_run, watch=arguments.watch, key=arguments.key
+        arguments.url,
+        arguments.file,
+        dry_run=arguments.dry_run,
+        watch=arguments.watch,
+        key=arguments.key,
+        as_json=arguments.json,
     )
 
 
@@ -223,19 +262,53 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.watch import watch
 
-    return watch(arguments.url, arguments.job, as_json=arguments.json)
+    return watch(arguments.url, _job(arguments), as_json=arguments.json)
 
 
 def _jobs(arguments: argparse.Namespace) -> int:
-    from gspo_core.cli import jobs
+    from gspo_core.cli import job_table
 
-    return jobs.show(arguments.url, as_json=arguments.json)
+    return job_table.show(arguments.url, as_json=arguments.json, number=None if arguments.all else job_table.NUM_SHOWN)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import reading
+
+    return reading.logs(arguments.url, _job(arguments), as_json=arguments.json)
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import reading
+
+    return reading.metrics(
+        arguments.url, _job(arguments), names=arguments.names, last=arguments.last, form=arguments.form
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import reading
+
+    job, is_given, step = arguments.where.partition("@")
+    if is_given and not step.isdecimal():
+        raise CommandError(f"{arguments.where}: write JOB or JOB@STEP")
+    return reading.export(arguments.url, _place(arguments.url, job), int(step) if is_given else None)
+
+
+def _job(arguments: argparse.Namespace) -> str:
+    """The id of the job that is meant."""
+    return _place(arguments.url, arguments.job)
+
+
+def _place(url: str, text: str, mark: str = "") -> str:
+    from gspo_core.cli.naming import job_meant, place_meant
+
+    return place_meant(url, text, mark) if mark else job_meant(url, text)
 
 
 def _erase(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.traffic import erase
 
-    return erase(arguments.url, arguments.job, user=arguments.user, trace=arguments.trace, episode=arguments.episode)
+    return erase(arguments.url, _job(arguments), user=arguments.user, trace=arguments.trace, episode=arguments.episode)
 
 
 def _episodes(arguments: argparse.Namespace) -> int:
@@ -247,7 +320,7 @@ def _episodes(arguments: argparse.Namespace) -> int:
         return show_kept(*kept, limit=arguments.limit, max_reward=reward, as_json=arguments.json)
     return show(
         arguments.url,
-        arguments.which,
+        _place(arguments.url, arguments.which, "/"),
         limit=arguments.limit,
         step=arguments.step,
         max_reward=arguments.max_reward,
@@ -260,7 +333,13 @@ def _control(arguments: argparse.Namespace) -> int:
 
     names = ("drain", "checkpoint", "from_step", "steps", "horizon")
     manner = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    return jobs.control(arguments.url, arguments.job, arguments.verb, **manner)
+    return jobs.control(arguments.url, _job(arguments), arguments.verb, **manner)
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.remove(arguments.url, arguments.jobs, is_sure=arguments.yes)
 
 
 def _fork(arguments: argparse.Namespace) -> int:
@@ -280,13 +359,13 @@ def _fork(arguments: argparse.Namespace) -> int:
 def _set(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
-    return jobs.change(arguments.url, arguments.job, arguments.assignments)
+    return jobs.change(arguments.url, _job(arguments), arguments.assignments)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import profile
 
-    return profile.show(arguments.url, arguments.job, num_steps=arguments.steps, as_json=arguments.json)
+    return profile.show(arguments.url, _job(arguments), num_steps=arguments.steps, as_json=arguments.json)
 
 
 def _workers(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from gspo_core.client import ApiError, Client, ClientError, Unreachable
 @contextmanager
 def connected(url: str) -> Iterator[Client]:
     """A client whose failures read as sentences; the key, if the server wants one, comes from $GSPO_API_KEY."""
+    url = url if "://" in url else f"http://{url}"  # many write HOST:PORT
     try:
         with Client(url, api_key=os.environ.get("GSPO_API_KEY")) as client:
             yield client

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from gspo_core.api_answers import Job, Plan, Settings
+from gspo_core.api_answers import Settings
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
+from gspo_core.cli.dry_run import lines_of
+from gspo_core.cli.naming import job_meant
 from gspo_core.cli.terminal import say
 from gspo_core.json_value import JSON
 
@@ -20,7 +22,7 @@ _STEP = re.compile(r"[0-9]{1,15}")
 Verb = Literal["pause", "resume", "cancel"]
 
 
-def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None = None) -> int:
+def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None = None, as_json: bool = False) -> int:
     from gspo_core.spec import spec_warnings
     from gspo_core.spec_file import SpecFileError, load_job_spec
 
@@ -33,9 +35,7 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     with connected(url) as client:
         if dry_run:
             plan = client.plan_job(spec)
-            print(json.dumps(plan, indent=2))
-            _say_what_disk(plan["estimate"])
-            _say_what_is_open(plan, set(spec_warnings(spec)))
+            say(*([json.dumps(plan, indent=2)] if as_json else lines_of(plan, set(spec_warnings(spec)))))
             return 0
         job = client.create_job(spec, idempotency_key=key)
     print(job["id"])
@@ -47,56 +47,34 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     return follow(url, job["id"], as_json=False)
 
 
-def _say_what_disk(estimate: Mapping[str, int]) -> None:
-    if "max_archive_bytes" in estimate:  # releases before did not say
-        logs, archive = (estimate[name] / 1e6 for name in ("max_log_bytes", "max_archive_bytes"))
-        a_token = estimate["log_bytes_per_sampled_token"]
-        said = (
-            f"batch logs take at most {logs:,.0f} MB, {a_token} bytes a sampled token where episodes reach their limits"
-        )
-        more = f"; of that the archive at most {archive:,.0f} MB by the end, before it is compressed" if archive else ""
-        print(said + more, file=sys.stderr)
-    if "max_checkpoints" in estimate:
-        number, size = estimate["max_checkpoints"], estimate.get("max_checkpoint_bytes")
-        taken = "" if size is None else f", which take at most {size / 1e6:,.0f} MB"
-        again = (
-            f"a replay or fork of a step trains at most {estimate['max_replayed_steps']} logged steps again on its way"
-        )
-        print(f"at most {number} checkpoints at a time{taken}; {again}", file=sys.stderr)
-
-
-def _say_what_is_open(plan: Plan, said: Collection[str]) -> None:
-    """In sentences, beside what is printed for programs."""
-    for warning in plan["warnings"]:
-        if warning not in said:
-            print(f"warning: {warning}", file=sys.stderr)
-    for question in plan.get("unchecked", ()):
-        print(f"not checked: {question}", file=sys.stderr)
-    print("the specification is valid; nothing was created", file=sys.stderr)
-
-
-def show(url: str, *, as_json: bool) -> int:
+def remove(url: str, given: Sequence[str], *, is_sure: bool) -> int:
+    """``gspo rm JOB...``: jobs that are over. What is not named by its whole id is asked for first."""
+    meant = {text: job_meant(url, text) for text in given}
+    unsure = [job for text, job in meant.items() if text != job]
+    if unsure and not is_sure:
+        if not sys.stdin.isatty():
+            raise CommandError(f"that would remove {', '.join(unsure)}: write whole ids, or add --yes")
+        if not _is_confirmed(f"remove {', '.join(unsure)} with all that was made? [y/N] "):
+            raise CommandError("nothing is removed")
+    jobs, gone = dict.fromkeys(meant.values()), []
     with connected(url) as client:
-        jobs = list(client.jobs())
-    if as_json:
-        for job in jobs:
-            print(json.dumps(job))
-        return 0
-    if not jobs:
-        print("no jobs yet; submit one with: gspo submit FILE")
-        return 0
-    for job in jobs:
-        say(*_lines(job))
+        there = {job["id"] for job in client.jobs()}
+        for job_id in jobs:
+            if job_id in there:
+                client.remove_job(job_id)
+                print(f"{job_id} is removed")
+            else:
+                gone.append(job_id)
+    if gone:
+        raise CommandError(f"there is no job {', '.join(gone)}")
     return 0
 
 
-def _lines(job: Job) -> Iterator[str]:
-    """The id first and whole, so that it can be copied into another command; a reason below, however long it is."""
-    created = f"{job['created_at'][:16]}Z".replace("T", " ")
-    yield f"{job['id']}  {job['status']:<10} step {job.get('step', 0):<6} {created}  {job.get('name') or ''}".rstrip()
-    reason = job.get("status_reason")
-    if reason and reason["message"] and job["status"] != "succeeded":
-        yield f"    {reason['message']}"
+def _is_confirmed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
@@ -180,13 +158,14 @@ def fork(
     rewards: str | None = None,
 ) -> int:
     """``gspo fork JOB@STEP --set KEY=VALUE``: says what it takes before it is made."""
-    job_id, is_given, text = where.partition("@")
-    if not job_id or (is_given and _STEP.fullmatch(text) is None):
+    named, is_given, text = where.partition("@")
+    if not named or (is_given and _STEP.fullmatch(text) is None):
         raise CommandError(f"{where}: write JOB@STEP")
     step = int(text) if is_given else None
     changes, given = _assigned(assignments), read_rewards(rewards)
     if given and not same_batches:
         raise CommandError("--rewards are of what it is fed: add --same-batches")
+    job_id = job_meant(url, named)
     with connected(url) as client:
         plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches)
         begins = "the base model" if plan["from_checkpoint"] is None else f"checkpoint {plan['from_checkpoint']}"
@@ -203,7 +182,7 @@ def fork(
 
 def retrain(
     url: str,
-    job_id: str,
+    named: str,
     assignments: Sequence[str],
     *,
     first: int | None,
@@ -215,6 +194,7 @@ def retrain(
 ) -> int:
     """``gspo retrain JOB``: says what it is trained on before it is made."""
     changes, given, groups = _assigned(assignments), read_rewards(rewards), _read_traces(traces)
+    job_id = job_meant(url, named)
     with connected(url) as client:
         plan = client.plan_retrain(job_id, first=first, last=last, rewards=given, traces=groups, changes=changes)
         what = f"{len(groups)} groups of traces" if groups else f"steps {plan['first']} to {plan['last']} of {job_id}"

@@ -18,6 +18,7 @@ COMMANDS = (
     ServiceCommand("bundle", "pack what a replay needs into one file", "gspo_core.replay.bundle_command"),
     ServiceCommand("replay", "train logged steps of a job again, or otherwise", "gspo_core.replay.command"),
     ServiceCommand("rescore", "judge recorded episodes by another reward", "gspo_core.replay.rescore_command"),
+    ServiceCommand("starter", "make a tiny model to begin with, for a world of yours", "gspo_core.starter.command"),
     ServiceCommand("tables", "write a job's past as Parquet files", "gspo_core.replay.tables_command"),
 )
 

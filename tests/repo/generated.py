@@ -1,6 +1,7 @@
 """Writes what pages say that the code knows better: ``make docs``. CI writes it again, and nothing may change.
 
-docs/failures.md and docs/dialects.md as a whole, and the table of settings in docs/operations.md.
+docs/failures.md and docs/dialects.md as a whole, the settings in docs/operations.md, and each command's help in
+docs/commands.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 from services.process.settings import PREFIX, Settings
-from tests.repo import dialects, failures
+from tests.repo import command_page, dialects, failures
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -41,6 +42,7 @@ def main() -> int:
         (failures.PAGE, failures.written()),
         (dialects.PAGE, dialects.written()),
         (OPERATIONS, with_settings(OPERATIONS.read_text())),
+        (command_page.PAGE, command_page.written(command_page.PAGE.read_text())),
     ):
         if path.read_text() != text:
             path.write_text(text)

@@ -47,8 +47,9 @@ def test_the_list_shows_every_id_whole_and_why_a_job_waits(
     assert "gspo submit FILE" in capsys.readouterr().out
     job = submitted(api, job_file, capsys)
     assert main(["jobs", "--url", api.url]) == 0
-    summary, reason = capsys.readouterr().out.splitlines()
-    assert summary.split()[:4] == [job, "queued", "step", "0"]
+    header, summary, reason = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["ID", "STATUS", "STEP", "REWARD"]
+    assert summary.split()[:5] == [job, "queued", "0/200", "-", "-"]
     assert reason.strip() == "no trainer has taken the job yet; each trains one job at a time"
 
 

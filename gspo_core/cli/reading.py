@@ -1,0 +1,94 @@
+"""``gspo logs``, ``metrics`` and ``export``: what a job has left behind, for people and for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from gspo_core.cli.command import CommandError
+from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import say
+from gspo_core.client import Client
+
+POLL_S = 0.5
+SHOWN = ("reward/mean", "gspo/loss", "staleness/mean", "time/step_s", "throughput/tokens_per_s")
+"""Where no names are asked for."""
+
+
+def logs(url: str, job_id: str, *, as_json: bool) -> int:
+    """All that is kept of what happened, once; ``gspo watch`` goes on."""
+    from gspo_core.cli.watch import WatchedJob, describe
+
+    with connected(url) as client:
+        job = client.job(job_id)
+        view = WatchedJob(job_id, job["steps"])
+        for event in client.past_events(job_id):
+            if as_json:
+                print(json.dumps({"id": event["id"], "type": event["type"], **event["data"]}))
+                continue
+            view.take(event["type"], event["data"])
+            if text := describe(view, event["type"]):
+                say(f"{event['created_at'][:19].replace('T', ' ')}  {text}")
+    return 0
+
+
+def metrics(url: str, job_id: str, *, names: str | None, last: int | None, form: str) -> int:
+    """``form``: ``table``, ``csv`` or ``json``."""
+    with connected(url) as client:
+        first = max(0, client.job(job_id)["step"] - last + 1) if last is not None else 0
+        rows = client.metrics(job_id, first, names=names)
+    if not rows:
+        print("no step has ended yet", file=sys.stderr)
+        return 0
+    if form == "json":
+        for row in rows:
+            print(json.dumps(row))
+        return 0
+    known = sorted({name for row in rows for name in row} - {"step"})
+    asked = [name.strip() for name in names.split(",")] if names else known if form == "csv" else SHOWN
+    columns = ["step", *(name for name in asked if name in known)]
+    if form == "csv":
+        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "step": int(row["step"])} for row in rows)
+        return 0
+    say(*_aligned(columns, rows))
+    return 0
+
+
+def _aligned(columns: Sequence[str], rows: Sequence[dict[str, float]]) -> list[str]:
+    texts = [[f"{row[name]:.6g}" if name in row else "-" for name in columns] for row in rows]
+    widths = [max(len(name), *(len(line[place]) for line in texts)) for place, name in enumerate(columns)]
+    lines = [list(columns), *texts]
+    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def export(url: str, job_id: str, step: int | None) -> int:
+    """The weights of a checkpoint as a plain model directory; prints where it lies, for the service that wrote it."""
+    with connected(url) as client:
+        kept = list(client.checkpoints(job_id))
+        if not kept:
+            raise CommandError(f"no checkpoint of {job_id} is kept yet")
+        found = kept[0] if step is None else next((one for one in kept if one["step"] == step), None)
+        if found is None:
+            steps = ", ".join(str(one["step"]) for one in kept)
+            raise CommandError(f"no checkpoint of step {step} is kept: there are those of {steps}")
+        print(f"exporting the checkpoint of step {found['step']} ...", file=sys.stderr, flush=True)
+        client.export_checkpoint(found["id"])
+        path = _exported(client, found["id"])
+    print("it lies below the service's data directory:", file=sys.stderr, flush=True)
+    print(path)
+    return 0
+
+
+def _exported(client: Client, checkpoint: str) -> str:
+    """Its path, below the service's data directory."""
+    while (said := client.checkpoint(checkpoint)["export"])["status"] == "exporting":
+        time.sleep(POLL_S)
+    if said["status"] != "ready":
+        why = said["message"] or "the API was started again meanwhile"
+        raise CommandError(f"the export failed: {why}; ask for it again")
+    return str(said["path"])

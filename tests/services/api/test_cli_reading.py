@@ -1,0 +1,154 @@
+"""Commands that read: which job is meant, what has happened to it, its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.cli import main
+from gspo_core.cli.job_table import HEADER, duration, table
+from services.state.server import RedisServer
+from services.state.store import Store
+from tests.services.api.api_kit import SPEC, ApiProcess
+
+
+@pytest.fixture(scope="module")
+def api(redis_server: RedisServer) -> Iterator[ApiProcess]:
+    with ApiProcess(redis_server.url) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs(api: ApiProcess, redis_client: Redis) -> None:
+    api.forget_jobs()
+
+
+def run(api: ApiProcess, capsys: pytest.CaptureFixture[str], *words: str, ends: int = 0) -> str:
+    assert main([*words, "--url", api.url]) == ends
+    said = capsys.readouterr()
+    return (said.err if ends else said.out).strip()
+
+
+@pytest.fixture
+def submit(api: ApiProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def submitted(name: str) -> str:
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(SPEC | {"name": name}))
+        return run(api, capsys, "submit", str(file))
+
+    return submitted
+
+
+async def trained(store: Store, job: str, rewards: list[float]) -> None:
+    claim = await store.jobs.claim("trainer")
+    assert claim is not None
+    assert claim.job_id == job
+    await store.jobs.set_status(job, "running", token=claim.token)
+    for step, reward in enumerate(rewards, 1):
+        numbers = {"reward/mean": reward, "gspo/loss": -0.5}
+        await store.metrics.add(job, step, numbers, token=claim.token)
+        await store.events.add(job, "step", {"step": step, **numbers}, token=claim.token)
+        await store.jobs.update_progress(job, claim.token, step, step)
+
+
+async def test_a_job_is_named_in_short(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there are no jobs yet" in run(api, capsys, "pause", "last", ends=1)
+    first, second = submit("first"), submit("second")
+    for text, meant in (("last", second), ("first", first), (first[:-4], first), (second[4:], second)):
+        assert run(api, capsys, "logs", text, "--json").count("queued"), text
+        assert meant in run(api, capsys, "pause", text)
+    assert "may be 2 jobs" in run(api, capsys, "pause", first[:5], ends=1)
+    assert "there is no job 'third'" in run(api, capsys, "pause", "third", ends=1)
+
+
+async def test_the_table_has_what_one_compares(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submit("first")
+    await trained(store, job, [0.25, 0.5])
+    header, line, _ = run(api, capsys, "jobs").splitlines()
+    assert header.split() == " ".join(HEADER).split()
+    assert line.split()[:4] == [job, "running", "2/200", "0.500"]
+    assert SPEC["environments"][0]["ref"][-20:] in line
+    assert line.endswith("first")
+
+
+def test_times_are_short() -> None:
+    assert [duration(one) for one in (5, 65, 3_660, 90_000)] == ["5s", "1m05s", "1h01m", "1d01h"]
+
+
+def test_jobs_of_a_release_before_have_no_environments() -> None:
+    old: Any = {
+        **{"id": "job_1", "status": "queued", "step": 0, "steps": 5, "model": "a/b", "name": None},
+        **{"created_at": "2026-01-01T00:00:00Z", "started_at": None, "finished_at": None, "status_reason": None},
+    }
+    _, line = table([old], {"job_1": None}, datetime.now(UTC))
+    assert line.split() == ["job_1", "queued", "0/5", "-", "-", "2026-01-01", "00:00", "-", "b"]
+
+
+async def test_what_has_happened_and_the_numbers_are_printed(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submit("first")
+    await trained(store, job, [0.25, 0.5, 0.75])
+    said = run(api, capsys, "logs", job).splitlines()
+    assert "queued" in said[0]
+    assert "step    3/" in said[-1]
+    assert [line.split() for line in run(api, capsys, "metrics", job, "--last", "2").splitlines()] == [
+        *(["step", "reward/mean", "gspo/loss"], ["2", "0.5", "-0.5"], ["3", "0.75", "-0.5"]),
+    ]
+    assert run(api, capsys, "metrics", job, "--csv", "--last", "1").splitlines() == [
+        "step,gspo/loss,reward/mean",
+        "3,-0.5,0.75",
+    ]
+    rows = [json.loads(line) for line in run(api, capsys, "metrics", job, "--json").splitlines()]
+    assert [row["reward/mean"] for row in rows] == [0.25, 0.5, 0.75]
+    assert "reward/men is not a metric of this job; did you mean reward/mean?" in run(
+        api, capsys, "metrics", job, "--names", "reward/men", ends=1
+    )
+    assert "no checkpoint" in run(api, capsys, "export", job, ends=1)
+
+
+def test_an_address_needs_no_scheme(api: ApiProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "--url", api.url.removeprefix("http://")]) == 0
+    assert "no jobs yet" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sumbit", "job.yaml"])
+    assert "there is no command 'sumbit'; did you mean `submit`?" in capsys.readouterr().err
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out[0].isdigit()
+
+
+async def test_what_is_removed_is_named_whole_or_confirmed(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (submit(name) for name in ("first", "second", "third"))
+    for job in (first, second, third):
+        run(api, capsys, "cancel", job)
+    assert f"that would remove {third}" in run(api, capsys, "rm", "last", ends=1)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    asked = list[str]()
+
+    def answers(text: str) -> str:
+        asked.append(text)
+        return "y" if len(asked) > 1 else ""
+
+    monkeypatch.setattr("builtins.input", answers)
+    assert "nothing is removed" in run(api, capsys, "rm", "last", ends=1)
+    assert run(api, capsys, "rm", "last") == f"{third} is removed"
+    assert third in asked[0]
+    assert run(api, capsys, "rm", "second", "--yes") == f"{second} is removed"
+    assert run(api, capsys, "rm", first, first) == f"{first} is removed"
+    assert len(asked) == 2
+    assert run(api, capsys, "rm", first, ends=1) == f"gspo: there is no job {first}"
