@@ -2,7 +2,8 @@
 
 It shows the newest job that has groups, and plays an episode of the registered environment ``calculator``, which it
 registers where it is not. ``--only replay,family`` makes these alone, of a job that was forked, and replayed over HTTP
-with `influence` and `single`. Needs chromium and playwright (``make test-browser`` installs both).
+with `influence` and `single`. ``--all FOLDER`` shows every page at 1440 and 390 px, light and dark, and ends with 1
+where the browser found anything wrong. Needs chromium and playwright (``make test-browser`` installs both).
 """
 
 from __future__ import annotations
@@ -29,15 +30,48 @@ def main() -> None:
     parser.add_argument("--job", help="the job to show (default: the newest that has groups)")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
     parser.add_argument("--only", default="", help="these pictures, separated by commas")
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help="every page, wide and narrow, light and dark")
     arguments = parser.parse_args()
     only = set(filter(None, arguments.only.split(",")))
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
         job = arguments.job or _with_groups(api)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
+        if arguments.all:
+            raise SystemExit(_everything(browser, arguments.url, _places(api, job), arguments.all))
         for name, place, scheme, size in _past(api, job) if only & PAST else _pictures(api, job):
             if not only or name in only:
                 _picture(browser, arguments.url, name, place, scheme, size)
         browser.close()
+
+
+def _places(api: httpx.Client, job: str) -> dict[str, str]:
+    """Every kind of page, by its name."""
+    group = api.get(f"/v1/jobs/{job}/groups", params={"limit": 1}).json()["data"][0]["id"]
+    parts = ("", "/groups", "/versions", "/replay", "/family", "/events", "/config")
+    job_pages = {f"job{part.replace('/', '-')}": f"#/jobs/{job}{part}" for part in parts}
+    others = {"jobs": "#/jobs", "group": f"#/groups/{group}", "episode": f"#/episodes/{group}/0"}
+    return others | job_pages | {"environments": "#/environments", "workers": "#/workers"}
+
+
+def _everything(browser: Browser, url: str, places: dict[str, str], folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    complaints: list[str] = []
+    for width, height in ((1440, 900), PHONE):
+        for scheme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = context.new_page()
+            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            for name, place in places.items():
+                page.goto(f"{url}/ui/{place}")
+                page.wait_for_selector("main h1, main .empty")
+                page.wait_for_timeout(800)
+                if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
+                    complaints.append(f"{name} is wider than {width} px")
+                page.screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
+            context.close()
+    print("\n".join(complaints) or f"{len(places)} pages, four times each, in {folder}: no complaint")
+    return bool(complaints)
 
 
 def _past(api: httpx.Client, job: str) -> tuple[Shot, ...]:

@@ -43,7 +43,7 @@ function heading(episode, go) {
   return h("div", { class: "head" },
     h("div", {},
       h("div", { class: "crumbs" }, h("a", { href: "#/jobs" }, "Jobs"), " / ", h("a", { href: `#/jobs/${episode.job_id}`, class: "mono" }, episode.job_id), " / ", h("a", { href: `#/groups/${episode.job_id}/${episode.group}` }, `group ${episode.group}`)),
-      h("div", { class: "row" }, h("h1", {}, `Episode ${episode.member}`), pill(episode.status),
+      h("div", { class: "row" }, h("h1", {}, `Episode ${episode.group}/${episode.member}`), pill(episode.status),
         episode.stop_reason && h("span", { class: `pill plain ${isFailure(episode.stop_reason) ? "bad" : ""}` }, words(episode.stop_reason)))),
     h("div", { class: "row" }, step(episode.member - 1, "←", "previous episode"), step(episode.member + 1, "→", "next episode")));
 }
@@ -82,12 +82,15 @@ function ending(episode) {
   return h("div", { class: `turn${bad ? " failed" : ""}`, "data-turn": bad ? "✕" : "✓" }, h("div", { class: "meta" }, `ended: ${words(episode.stop_reason)}${episode.reward === null ? ", no reward" : `, reward ${number(episode.reward)}`}`, inline(episode.closing)));
 }
 
+// The page says them above, in words.
+const SHOWN_ABOVE = new Set(["turns", "tokens_sampled", "versions", "model_s", "env_s", "queue_s"]);
+
 function details(episode) {
   const engines = [...new Set(episode.turns.flatMap((turn) => turn.engines))];
   return card("Record", null, facts([
     ["id", h("span", { class: "mono" }, episode.id)], ["task", `${episode.split} task ${episode.task_index}`], ["attempt", String(episode.attempt)],
     episode.step !== null && ["trained in", h("span", {}, `step ${episode.step}, epoch ${episode.epoch} · `, h("a", { href: `#/jobs/${episode.job_id}/replay?first=${episode.step}&single=${episode.group}/${episode.member}` }, "replay it"))], episode.worker && ["worker", episode.worker],
     engines.length && ["sampled by", engines.join(", ")], ["tokens", `${episode.num_tokens ?? 0}, of which ${episode.num_actions ?? 0} sampled, in ${episode.num_segments} segments`],
-    ...Object.entries(episode.metrics).map(([name, value]) => [words(name), number(value)]),
+    ...Object.entries(episode.metrics).filter(([name]) => !SHOWN_ABOVE.has(name)).map(([name, value]) => [words(name), number(value)]),
   ]));
 }

@@ -4,7 +4,7 @@ import { chart } from "../../charts.js";
 import { number, percent } from "../../format.js";
 
 /** The names of what is drawn; nothing else is asked for. */
-export const SHOWN = /^(reward\/(mean|std)|episodes\/actions_mean|staleness\/(mean|max)|gspo\/(clip_frac(_positive|_negative)?|ess_sequence|k3_(proximal|policy)_behavior)|throughput\/tokens_per_s|time\/((wait|train|copy|behind|publish|step)|episode_(engine|env|queue))_s)$/;
+export const SHOWN = /^(reward\/(mean|std|min|max)|episodes\/actions_mean|staleness\/(mean|max)|gspo\/(clip_frac(_positive|_negative)?|ess_sequence|k3_(proximal|policy)_behavior)|throughput\/tokens_per_s|time\/((wait|train|copy|behind|publish|step)|episode_(engine|env|queue))_s)$/;
 
 export function makeCurves() {
   return {
@@ -26,7 +26,10 @@ export function drawCurves(charts, rows, evaluations) {
   const at = new Map(rows.map((row) => [row.step, row]));
   const spread = (sign) => xs.map((step) => {
     const row = at.get(step);
-    return row && row["reward/std"] !== undefined ? row["reward/mean"] + sign * row["reward/std"] : null;
+    if (!row || row["reward/std"] === undefined) return null;
+    // No further than rewards went: where they are 0 or 1, no band reaches beyond.
+    const edge = row["reward/mean"] + sign * row["reward/std"];
+    return sign > 0 ? Math.min(edge, row["reward/max"] ?? edge) : Math.max(edge, row["reward/min"] ?? edge);
   });
   charts.reward.set(xs, [
     { label: "mean", color: "--c1", values: xs.map((step) => at.get(step)?.["reward/mean"] ?? null), band: [spread(1), spread(-1)] },

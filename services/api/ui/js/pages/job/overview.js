@@ -35,8 +35,8 @@ export async function overview({ id, body, signal, refresh, job, fail }) {
   signal.addEventListener("abort", () => [...Object.values(charts), time].forEach((one) => one.stop()));
   const tiles = h("div", { class: "tiles" });
   const warned = h("div", {});
-  const recent = h("div", {});
-  show(body, tiles, warned, h("div", { class: "charts" }, Object.values(charts).map((one) => one.element)), time.element, recent);
+  const recent = h("div", { class: "recent" });
+  show(body, h("div", { class: "through overview" }, tiles, warned, h("div", { class: "charts" }, Object.values(charts).map((one) => one.element)), time.element, recent));
   const redraw = () => {
     if (signal.aborted) return;
     show(tiles, summary(rows, evaluations, job()));
