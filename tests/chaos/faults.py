@@ -25,6 +25,7 @@ from tests.chaos.lines import Line, Order
 from tests.chaos.players import IN_HOSTS
 from tests.chaos.processes import Process
 from tests.chaos.schedule import OF_AGENTS
+from tests.chaos.solitude import kept_away
 from tests.chaos.stack import LEASE_S, Stack
 from tests.chaos.streams import IN_A_STREAM, Stream, Wait
 from tests.chaos.watch import Watch, impatient
@@ -77,6 +78,7 @@ class Faults:
         self.kinds: dict[str, Strike] = {
             "kill worker": lambda rng: self._kill("rollout", rng),
             "kill trainer": self._kill_trainer,
+            "lose all trainers": self._lose_all_trainers,
             "kill engine": lambda rng: self._kill("engine", rng),
             "kill api": lambda rng: self._kill("api", rng),
             "kill redis": self._kill_redis,
@@ -223,6 +225,14 @@ class Faults:
             return Hit(trainer.name, [job], "the process of its attempt alone")
         self._stack.nursery.kill(trainer)
         return Hit(trainer.name, [job])
+
+    async def _lose_all_trainers(self, rng: random.Random) -> Outcome:
+        trainers, jobs = self._stack.of("trainer"), self._running()
+        if not trainers or not jobs:
+            return "nobody trains"
+        tell = partial(self._happened, "lose all trainers")
+        away = kept_away(self._stack.nursery, trainers, jobs, self._stack.redis_url, tell)
+        return Hit("all trainers", jobs, after=away, is_ordered=True)
 
     async def _kill_redis(self, rng: random.Random) -> Outcome:
         await self._stack.kill_redis()

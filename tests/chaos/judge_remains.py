@@ -52,6 +52,13 @@ def nothing_crashed(evidence: Evidence) -> Iterator[str]:
         yield Late(f"process {pid} was left behind: {command}")
 
 
+def jobs_without_a_trainer_said_so(evidence: Evidence) -> Iterator[str]:
+    for one in evidence.happened:
+        if one["kind"] == "lose all trainers":
+            for job, said in one["silent"].items():
+                yield Late(f"{job} had no trainer for {one['seconds']:.0f} s and said: {said}")
+
+
 def redis_holds_no_queue(evidence: Evidence) -> Iterator[str]:
     with RedisServer.spawn(evidence.work / "redis") as server, redis.Redis.from_url(server.url) as client:
         for key in sorted(key.decode() for key in client.scan_iter()):

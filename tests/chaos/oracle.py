@@ -71,6 +71,7 @@ def checks_of_the_run(evidence: Evidence, talker: Talker) -> list[tuple[str, Che
     remains = judge_remains
     return [
         ("jobs are those that were submitted", partial(remains.jobs_are_those_that_were_submitted, evidence)),
+        ("jobs without a trainer said so", partial(remains.jobs_without_a_trainer_said_so, evidence)),
         ("nothing crashed", partial(remains.nothing_crashed, evidence)),
         ("no attack succeeded", partial(judge_hostile.no_attack_succeeded, evidence)),
         ("no agent failed", partial(judge_agents.no_agent_failed, evidence)),

@@ -159,6 +159,13 @@ class Nursery:
             self._reviving.add(task)
             task.add_done_callback(self._reviving.discard)
 
+    async def revive(self, process: Process) -> None:
+        """Who was killed while nobody wanted it."""
+        process.is_wanted = True
+        if process.pid:  # its death is not known yet, and brings it back
+            return
+        await self._give_birth(process)
+
     def kill(self, process: Process) -> None:
         self._signal(process, signal.SIGKILL)
 

@@ -44,6 +44,7 @@ WEIGHTS = {
     "change settings": 3,
     "hold job": 2,
     "give job up": 1,
+    "lose all trainers": 1,
     "kill gateway": 5,
     "kill gateway in a stream": 3,
     "kill engine in a stream": 2,

@@ -110,7 +110,7 @@ ENVIRONMENT = (
         ),
     ),
     Row(
-        "It fails for everybody: 16 attempts in a row",
+        "It fails for everybody: 16 attempts in a row, or 4 that took 10 s each",
         ("code:env_unhealthy",),
         "waits, and loses no attempt; one tries again after 1 s, 2 s, up to 30 s",
         "waits",
@@ -140,7 +140,8 @@ ENVIRONMENT = (
         ("phase:images", "code:images_unsupported"),
         f"`images` failed: {AGAIN}",
         WITHOUT,
-        "`failed`, `images_unsupported`, with the first episode; goes on if the environment ever worked",
+        "`failed`, `images_unsupported`, with the first image, however much went well before: only what is shown none "
+        "would be trained",
         NO,
         (
             "test_rollout_episode.py::test_images_are_told_with_the_first_episode",
@@ -354,6 +355,16 @@ ENGINE = (
         ),
     ),
     Row(
+        "The engines of its model serve another job",
+        ("code:no_engine_for_model",),
+        "is not begun",
+        "is not begun",
+        "`starting`, `no_engine_for_model` with the job that has each of them; it gets one when that job needs fewer, "
+        "or is over",
+        LATER,
+        ("test_trainer_engines.py::test_a_job_that_waits_for_an_engine_says_which_job_has_it",),
+    ),
+    Row(
         "All engines of a running job are gone",
         ("code:no_engine_for_model",),
         "waits; its clock stands still",
@@ -437,7 +448,8 @@ WORKER = (
         ("code:waiting_for_workers", "code:waiting_for_trajectories"),
         "waits",
         "waits",
-        "`queued` or `starting`, `waiting_for_workers`; once it runs `waiting_for_trajectories` is all that it says",
+        "`queued` or `starting`, `waiting_for_workers`, or `no_trainer` where none is alive; once it runs "
+        "`waiting_for_trajectories` is all that it says",
         LATER,
         ("test_trainer_environments.py::test_without_a_complaint_a_job_waits_for_workers_as_long_as_it_takes",),
     ),

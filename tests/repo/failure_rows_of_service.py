@@ -22,6 +22,20 @@ TRAINER = (
         ),
     ),
     Row(
+        "The last trainer is gone: killed, or asked to leave, and none comes",
+        ("code:no_trainer",),
+        "is played on, as far as it may without new weights",
+        "waits",
+        "says so within two leases (the API looks): `no_trainer`, who had it last, until when, why it left, and the "
+        "step that it goes on from; `gspo cancel` ends it at once",
+        LATER,
+        (
+            "test_unattended.py::test_a_job_whose_only_trainer_was_killed_says_so_within_two_leases",
+            "test_unattended.py::test_a_job_that_was_handed_over_to_nobody_says_so",
+            "test_unattended.py::test_a_job_without_a_trainer_is_cancelled_at_once",
+        ),
+    ),
+    Row(
         "The process of an attempt is killed (out of memory), crashes, or does not answer for a minute",
         ("code:process_lost",),
         "is played on meanwhile",
