@@ -39,7 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is %s: say make PYTHON=python3.11" % sys.version.split()[0])'
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing (torch is large: this takes a few minutes the first time)"
-	@wheels="$(TORCH_WHEELS)"; \
+	@began=$$(date +%s); \
+	( while sleep 10; do echo "  $$(($$(date +%s) - began)) s: $$(ls -d $(VENV)/lib/*/site-packages/*.dist-info 2>/dev/null | wc -l) packages are installed"; done ) & \
+	trap "kill $$!" EXIT; \
+	wheels="$(TORCH_WHEELS)"; \
 	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check $$from -c constraints.txt -e '.[service,bucket,train,lora,local,python-tool,openenv,otel,sign,parquet,dev]'
 	@mkdir -p $(@D) && touch $@
