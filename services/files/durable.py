@@ -136,24 +136,17 @@ def remove_unfinished(directory: Path, epoch: int) -> None:
 
 def append_line(path: Path, line: bytes) -> None:
     """Append to a file of lines; behind one that a crash cut off it begins a new one."""
-    append(path, (b"\n" if _is_cut_off(path) else b"") + line + b"\n")
+    append(path, line + b"\n", behind=b"\n")
 
 
-def _is_cut_off(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except FileNotFoundError:
-        return False
-
-
-def append(path: Path, data: bytes) -> None:
-    """Append to a file of records; a record that does not fit on the disk leaves nothing behind."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+def append(path: Path, data: bytes, *, behind: bytes = b"") -> None:
+    """Append to a file of records; a record that does not fit on the disk leaves nothing behind. ``behind``: what ends
+    a record, and is added to one that does not end so."""
+    with path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if behind and size:
+            file.seek(max(0, size - len(behind)))
+            data = data if file.read(len(behind)) == behind else behind + data
         try:
             num_written = file.write(data)
             if num_written != len(data):

@@ -223,12 +223,7 @@ class JobTable:
         return read_record(job, fields)
 
     async def page(
-        self,
-        limit: int = 20,
-        after: str | None = None,
-        *,
-        before: str | None = None,
-        order: str = "asc",
+        self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
     ) -> list[JobRecord]:
         """Jobs by id, i.e. in order of creation; ``after`` and ``before`` are exclusive, and may have been removed.
 
@@ -238,8 +233,9 @@ class JobTable:
             raise ValueError(f"order must be asc or desc, not {order!r}")
         await self._ensure_rebuilt()
         for cursor in (after, before):
-            is_there = cursor is None or await self._redis.zscore(service_key("jobs"), cursor) is not None
-            if not is_there and not may_have_been(str(cursor), self._now()):
+            if cursor is None or may_have_been(cursor, self._now()):
+                continue
+            if await self._redis.zscore(service_key("jobs"), cursor) is None:
                 raise InvalidCursor(f"there is no job {cursor!r} to continue from")
         found: list[JobRecord] = []
         while (num_wanted := limit - len(found)) > 0:

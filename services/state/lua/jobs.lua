@@ -485,9 +485,9 @@ register("end_use", FREES, function(keys, args)
   return has_ended
 end)
 
--- how many beginnings and ends of uses the caller knew of before it looked for jobs that were made out of this one, digest of the job's
--- idempotency key or "", now (s) -> the digest, when the job can only be removed from now on; "again" when the caller has to look
--- again
+-- how many beginnings and ends of uses the caller knew of before it looked for jobs that were made out of this one,
+-- digest of the job's idempotency key or "", now (s) -> the digest, when the job can only be removed from now on;
+-- "again" when the caller has to look again
 register("begin_removal", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local status, removing = unpack(redis.call("HMGET", K.job, "status", "removing"))

@@ -63,8 +63,8 @@ def recover(
 
     Saves a checkpoint every ``checkpoint_every`` replayed steps, under the usual names. Otherwise trainers that die
     before a long replay ends would restart it forever. Saves one after each step that ``is_for_good``, too: the trainer
-    before may have died before it was written. Each time, ``before_saving`` is given all that was replayed so far:
-    nobody replays it again.
+    before may have died before it was written. Each time, ``before_saving`` is given what was replayed since the last
+    time: nobody replays it again.
     """
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
@@ -99,7 +99,7 @@ class _Keeping:
     ) -> None:
         self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
         self._is_for_good, self._saved_step = is_for_good, found.saved.step
-        self._before_saving = before_saving
+        self._before_saving, self._num_told = before_saving, 0
 
     def __call__(self, position: Position, metrics: Mapping[str, float]) -> None:
         self._found.replayed.append((position, metrics))
@@ -109,7 +109,8 @@ class _Keeping:
         self._saved_step = position.step
         if self._checkpoints.has(position):
             return
-        self._before_saving(self._found.replayed)
+        self._before_saving(self._found.replayed[self._num_told :])
+        self._num_told = len(self._found.replayed)
         try:
             self._checkpoints.write(position, self._found.lineage, self._learner.copy_state().write)
         except Exception as error:
