@@ -430,7 +430,7 @@ class JobTable:
         """The digest of the idempotency key that it was submitted under, or an empty text."""
         while True:
             record = await self.get(job)
-            known, removing = await self._redis.hmget(job_key(job, "job"), "num_uses", "removing")
+            known, removing = await self._redis.hmget(job_key(job, "job"), "ended_uses", "removing")
             if removing is None and record.status.is_terminal:
                 async for other in self._all():
                     if made_from(other) == job:

@@ -470,7 +470,6 @@ register("use_job", FREES, function(keys, args)
   if not status or removing then
     return refuse("MISSING", "job")
   end
-  redis.call("HINCRBY", K.job, "num_uses", 1)
   redis.call("ZADD", K.uses, args[2], args[1])
   return 1
 end)
@@ -480,14 +479,14 @@ register("end_use", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local has_ended = redis.call("ZREM", K.uses, args[1])
   if has_ended == 1 and redis.call("EXISTS", K.job) == 1 then
-    redis.call("HINCRBY", K.job, "num_uses", 1)
+    redis.call("HINCRBY", K.job, "ended_uses", 1)
   end
   return has_ended
 end)
 
--- how many beginnings and ends of uses the caller knew of before it looked for jobs that were made out of this one,
--- digest of the job's idempotency key or "", now (s) -> the digest, when the job can only be removed from now on;
--- "again" when the caller has to look again
+-- how many uses had ended before the caller looked for jobs that were made out of this one, digest of the job's
+-- idempotency key or "", now (s) -> the digest, when the job can only be removed from now on; "again" when the caller
+-- has to look again
 register("begin_removal", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local status, removing = unpack(redis.call("HMGET", K.job, "status", "removing"))
@@ -507,7 +506,7 @@ register("begin_removal", FREES, function(keys, args)
   if #redis.call("ZRANGE", K.uses, tonumber(args[3]) - USE_S, "+inf", "BYSCORE") > 0 then
     return refuse("CONFLICT", "a job is being made out of it")
   end
-  if number_of(K.job, "num_uses") ~= tonumber(args[1]) then
+  if number_of(K.job, "ended_uses") ~= tonumber(args[1]) then
     return "again"
   end
   redis.call("HSET", K.job, "removing", args[2])

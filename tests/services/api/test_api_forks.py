@@ -118,6 +118,13 @@ async def test_what_cannot_be_forked_is_refused_and_nothing_is_made(
     assert len((await http.get("/v1/jobs")).json()["data"]) == 1
 
 
+async def test_a_dry_run_refuses_what_the_fork_would_be_refused_for(http: httpx.AsyncClient, job: str) -> None:
+    body = {"step": 3, "set": {"steps": 10**8}}
+    for query in ({}, {"dry_run": True}):
+        answer = await http.post(f"/v1/jobs/{job}/fork", json=body, params=query)
+        assert (answer.status_code, error_of(answer)["param"]) == (422, "steps"), query
+
+
 async def test_a_fork_that_is_refused_in_the_end_leaves_nothing(
     http: httpx.AsyncClient, job: str, tmp_path: Path
 ) -> None:

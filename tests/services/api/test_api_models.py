@@ -20,10 +20,11 @@ from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
+from services.state import worker_requests
 from services.state.fleet_records import WorkerRecord
 from services.state.queue import Bus
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
+from services.state.worker_requests import WorkerRequest, WorkerRequests
 from tests.core.test_model_files import SOUND, write_files
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.rollout.rollout_kit import write_model
@@ -201,24 +202,25 @@ async def test_a_world_that_neither_api_nor_worker_finds_is_refused(
 async def test_a_world_that_one_of_two_workers_has_is_accepted(
     http: httpx.AsyncClient, bus: Bus, store: Store, tmp_path: Path
 ) -> None:
-    """Whichever takes the question first."""
+    """Although the one that has not takes whatever is asked of any."""
     await store.fleet.register_worker(WorkerRecord(id="worker-1"))
     other = WorkerRequests(bus._redis)
 
     async def knows() -> None:
-        position, request = "0", None
+        position = "0"
         while True:
-            position, request = await other.next(position, "worker-1", block_ms=100)
-            if request is not None:
-                await other.answer(request, {"result": {}})
+            for _, orders in await bus._redis.xread({worker_requests._ORDERS: position}, block=100):
+                for entry, fields in orders:
+                    position = entry.decode()
+                    if fields[b"worker"] == b"worker-1":
+                        await other.answer(WorkerRequest(position, {}, is_awaited=True), {"result": {}})
 
     running = asyncio.create_task(knows())
     try:
-        for _ in range(4):
-            world = [{"ref": f"{tmp_path / 'world.py'}:World"}]
-            body = SPEC | {"model": str(write_files(tmp_path)), "environments": world}
-            answer = await http.post("/v1/jobs", json=body)
-            assert answer.status_code == 201, answer.text
+        world = [{"ref": f"{tmp_path / 'world.py'}:World"}]
+        body = SPEC | {"model": str(write_files(tmp_path)), "environments": world}
+        answer = await http.post("/v1/jobs", json=body)
+        assert answer.status_code == 201, answer.text
     finally:
         await cancel_all([running])
 
