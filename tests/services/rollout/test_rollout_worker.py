@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,8 @@ from services.process.children import die_with_parent
 from services.process.first_to_end import first_to_end
 from services.process.ports import free_port
 from services.rollout.driver import EnvironmentDriver
-from services.state.queue import Bus
+from services.state.queue import Append, Bus, Kept
+from services.state.queue_records import Stage as EpisodeStage
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 from services.workers import processes
@@ -734,27 +735,41 @@ async def test_what_a_job_has_loaded_is_closed_whenever_its_worker_is_cancelled(
     assert num_closed == (1 if serving.cancelled() else 0)
 
 
+@pytest.mark.parametrize("during_an_end", [False, True], ids=["", "an end is stored and not confirmed"])
 async def test_a_job_whose_serving_fails_strands_no_episode_and_takes_no_places(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, during_an_end: bool
 ) -> None:
     """Also where those fail that only watch: the worker lives on, so nobody would ever find what it holds."""
-    real, is_broken = JobEngines.refresh, asyncio.Event()
+    real, append, is_broken = JobEngines.refresh, Bus.append, asyncio.Event()
 
     async def refresh(self: JobEngines) -> None:
         await real(self)
         if is_broken.is_set():
             raise LookupError("a defect")
 
+    async def unconfirmed(self: Bus, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
+        await append(self, job, token, appends)
+        if any(isinstance(item, Append) and item.final for item in appends):
+            is_broken.set()
+            await asyncio.Event().wait()
+
     monkeypatch.setattr(JobEngines, "refresh", refresh)
+    if during_an_end:
+        monkeypatch.setattr(Bus, "append", unconfirmed)
     monkeypatch.setattr(worker_module, "RELOAD_S", 1e6)
-    claim = await stage.submit(config={"replies": 30})
+    claim = await stage.submit(config={"replies": 1 if during_an_end else 30})
     await stage.publish(claim, stage.place.chatty)
     await stage.dispatch(claim, 4)
     async with stage.working(stage.worker()) as worker:
-        await until(lambda: worker.counters["tokens/sampled"] > 100)
-        is_broken.set()
+        if not during_an_end:
+            await until(lambda: worker.counters["tokens/sampled"] > 100)
+            is_broken.set()
         await until(lambda: worker.counters["jobs/not_servable"] > 0)
-        assert await stage.bus.num_queued(claim.job_id) + worker.counters["episodes/finished"] == 8
+        # The queue's word: the worker does not count an end whose confirmation it no longer waited for.
+        groups = await stage.bus.groups(claim.job_id)
+        stages = {episode.stage for group in groups for episode in group.episodes}
+        assert stages <= {EpisodeStage.QUEUED, EpisodeStage.DONE}
+        assert EpisodeStage.DONE in stages or not during_an_end
         record = worker._record()
         assert (record.jobs, record.environment_capacity, record.num_episodes) == ((), {}, 0)
 
