@@ -171,12 +171,23 @@ class AgentSpec(Documented):
     """A function that judges the episode, apart from the agent: `package.module:function` or
     `path/to/file.py:function`. It stands in place of any `get_reward` beside `ref`, and runs where that would."""
     judge: JudgeSpec | None = None
-    """A model that is asked for the reward, in place of any `get_reward`. What the agent posts stands before it."""
+    """A model that is asked for the reward, in place of any `get_reward`."""
+    rewards: Literal["returned", "judge", "posted"] | None = Field(default=None, exclude_if=is_none)
+    """Where rewards come from. `returned`: from the agent's end alone; `judge`: from `reward`, `judge` or `get_reward`
+    alone; `posted`: the agent may post them with the key by which it samples, so it must not be the policy's to decide
+    whether it does. Left out: whoever starts the agent may post them with a key of its own, and where nobody did, the
+    judge's, or what is returned, stands."""
+
+    rejected: Literal["mask", "train"] = Field(default="mask", exclude_if=lambda value: value == "mask")
+    """What becomes of the other samples where an agent asks several times and goes on from one. `mask`: they are read
+    and not trained; `train`: they get the episode's advantage like the chosen one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.reward is not None and self.judge is not None:
             raise ValueError("give one of reward and judge")
+        if self.rewards in ("returned", "posted") and (self.reward or self.judge) is not None:
+            raise ValueError(f"rewards: {self.rewards} leaves nothing to a judge: give no reward and no judge")
         if (self.url is not None) + (self.command is not None) + self.pull > 1:
             raise ValueError("give one of url, command and pull")
         return self

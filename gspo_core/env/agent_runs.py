@@ -38,6 +38,9 @@ class Llm:
     model: str = "policy"
     episode: str = ""
     """Names this attempt at the episode: the same in every repetition of its start."""
+    reward_key: str = field(default="", repr=False)
+    """By which the episode is paid, and nothing else. For whoever starts the agent: it does not belong where the policy
+    can act."""
 
     @property
     def anthropic_base_url(self) -> str:

@@ -86,7 +86,8 @@ class UrlRun:
         llm = self._llm
         order = {"task": self._task, "base_url": llm.base_url, "api_key": llm.api_key, "episode": llm.episode}
         try:
-            return json.dumps(order | {"model": llm.model}, allow_nan=False).encode()
+            more = {"model": llm.model} | ({"reward_key": llm.reward_key} if llm.reward_key else {})
+            return json.dumps(order | more, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise AgentFailed(f"the task is not JSON: {error}") from None
 

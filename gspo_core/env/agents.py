@@ -57,6 +57,8 @@ class AgentStart:
     """The function that judges its episodes, where one is named."""
     judge: Mapping[str, JSON] | None = None
     """The model that does, as a job has it. Nothing here asks it."""
+    rewards: str | None = None
+    """Where the job says that rewards come from."""
 
     @classmethod
     def from_json(cls, given: Mapping[str, JSON]) -> AgentStart:
@@ -64,8 +66,15 @@ class AgentStart:
         words = [str(word) for word in command] if isinstance(command, list | tuple) else None
         reward = given.get("reward")
         place, named = str(url) if url is not None else None, str(reward) if reward is not None else None
-        judge = given.get("judge")
-        return cls(place, words, given.get("pull") is True, named, judge if isinstance(judge, dict) else None)
+        judge, rewards = given.get("judge"), given.get("rewards")
+        return cls(
+            place,
+            words,
+            given.get("pull") is True,
+            named,
+            judge if isinstance(judge, dict) else None,
+            str(rewards) if rewards is not None else None,
+        )
 
     @property
     def is_function(self) -> bool:
@@ -116,7 +125,11 @@ class AgentEnvironment:
         self.limits: Mapping[str, JSON] = dict(getattr(self.home, "limits", {}))
         self.replayable = bool(getattr(self.home, "replayable", False))
         self.reward_range = reward_range_of(self.home, name)
-        self.has_judge = reward is not None or callable(getattr(self.home, "get_reward", None))
+        self.has_judge = start.rewards != "returned" and (
+            reward is not None or callable(getattr(self.home, "get_reward", None))
+        )
+        if start.rewards == "judge" and not self.has_judge and start.judge is None:
+            raise InvalidEnvironment(f"{name} has no get_reward, and agent.rewards says that a judge gives the reward")
 
     def num_tasks(self, split: Split) -> int:
         return len(self._tasks[split])
@@ -355,5 +368,6 @@ class AgentEpisode:
 
     def _fail(self, error: Exception) -> NoReturn:
         text = str(error) if isinstance(error, AgentFailed) else _named(error)
-        secret = self._llm.api_key if self._llm is not None else ""
-        raise EnvironmentFailed("agent", text.replace(secret, "(key)") if secret else text) from None
+        for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
+            text = text.replace(secret, "(key)") if secret else text
+        raise EnvironmentFailed("agent", text) from None

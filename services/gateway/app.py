@@ -19,7 +19,9 @@ from starlette.types import ASGIApp
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
+from services.gateway.dialects.asks import VOLATILE
 from services.gateway.dialects.dialect import Dialect, Question
+from services.gateway.dialects.faults import final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
@@ -27,10 +29,10 @@ from services.gateway.dialects.sent import Reader, Sent
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.receipts import Receipts
-from services.gateway.requests import RequestMiddleware, key_of, read_json
+from services.gateway.requests import RequestMiddleware, dialect_of, key_of, read_json
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
-from services.gateway.streams import Pace, Reply, json_reply
+from services.gateway.streams import Pace, Reply, fault_reply, json_reply
 from services.gateway.turns import Answering, Turns
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -60,7 +62,7 @@ def build_app(
         RECEIPT_PATH: routes.receipt,
     }
     gets = {"/v1/models": routes.models, "/healthz": routes.healthz, "/readyz": routes.readyz}
-    app: ASGIApp = Routing(posts, gets)
+    app: ASGIApp = Routing(posts, gets, {"/v1/models/": routes.model})
     if forwarding is not None:
         kind, given, named = forwarding
         app = kind(app, *given, **named)
@@ -86,6 +88,7 @@ class _Routes:
             dialect=_name_of(request.url.path),
             model=question.model,
             user=user_of(question.body),
+            dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
         )
         answering: Answering = await self._turns.ask(key, ask)
         model = question.model if question.model in names else names[0]
@@ -106,6 +109,15 @@ class _Routes:
         names = await self._turns.model_names(key_of(request.headers))
         in_anthropics_shape = "anthropic-version" in request.headers
         return json_reply(_models_of_anthropic(names) if in_anthropics_shape else _models_of_openai(names), {})
+
+    async def model(self, request: Request) -> Response:
+        names = await self._turns.model_names(key_of(request.headers))
+        asked = request.url.path.removeprefix("/v1/models/")
+        if asked not in names:
+            fault = final(404, "model_not_found", f"there is no model {asked[:200]!r} here, only {', '.join(names)}")
+            return fault_reply(dialect_of(request.url.path, request.headers), fault, {})
+        is_anthropics = "anthropic-version" in request.headers
+        return json_reply(_model_of_anthropic(asked) if is_anthropics else _model_of_openai(asked), {})
 
     async def reward(self, request: Request) -> Response:
         key, sent = key_of(request.headers), Sent(await read_json(request))
@@ -160,12 +172,17 @@ def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:
 
 
 def _models_of_openai(names: Sequence[str]) -> JSON:
-    models: list[JSON] = [{"id": name, "object": "model", "created": 0, "owned_by": "gspo"} for name in names]
-    return {"object": "list", "data": models}
+    return {"object": "list", "data": [_model_of_openai(name) for name in names]}
+
+
+def _model_of_openai(name: str) -> JSON:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "gspo"}
+
+
+def _model_of_anthropic(name: str) -> JSON:
+    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _models_of_anthropic(names: Sequence[str]) -> JSON:
-    models: list[JSON] = [
-        {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"} for name in names
-    ]
+    models: list[JSON] = [_model_of_anthropic(name) for name in names]
     return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}

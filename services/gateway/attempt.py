@@ -103,7 +103,9 @@ class AgentAttempt:
             name = f"{order.key}/{attempt}/judge"
             self._session = JudgedAgent(session, setting, order.judge, driver.judges, self._last_turn, name)
         if order.agent_pulls:
-            self._session = PulledAgent(self._session, setting, driver.board, self._episode, self._meter)
+            self._session = PulledAgent(
+                self._session, setting, driver.board, self._episode, self._meter, order.rewards_from
+            )
 
     @property
     def recorded(self) -> Tape:
@@ -117,7 +119,8 @@ class AgentAttempt:
         try:
             with self._driver.door.open(episode, self._order.reward_deadline_s or 0.0) as key:
                 name = f"{order.key}/{self._episode.named}"
-                session.offer(Llm(self._driver.url_for(order), key, episode=name))
+                paying = self._driver.door.paying(key)
+                session.offer(Llm(self._driver.url_for(order), key, episode=name, reward_key=paying))
                 self._meter.begin()
                 await session.start(task, order.seed)
                 stop = await self._until_over()
@@ -193,14 +196,22 @@ class AgentAttempt:
 
     def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
         turns = sorted(self._episode.history.entries)
-        ended = EndedEpisode(stop, cost_of_length(self._order, self._tape.num_sampled), turns)
+        cost = cost_of_length(self._order, self._tape.num_sampled)
+        ended = EndedEpisode(stop, cost, turns, self._episode.payer)
         outcome = Outcome(StopReason.NO_REWARD, metrics=self._metrics(), evidence=evidence)
         return AwaitsReward(stop, outcome, ended.encode(), self._driver.now() + deadline_s)
 
     def _name_untrained(self) -> None:
-        """What was sampled for a client that never had it is no action of the episode."""
+        """What was sampled for a client that never had it is no action of the episode, nor what the agent had but went
+        on from another sample of."""
         tape, had, counters = self._tape, self._had(), self._setting.counters
         lost = [turn for number, turn in sorted(tape.turns.items()) if turn.sampled and number not in had]
+        if not self._order.trains_rejected:
+            numbers = self._episode.history.rejected(had, self._episode.rewards.by_turn())
+            rejected = [tape.turns[number] for number in sorted(numbers) if tape.turns[number].sampled]
+            counters.add("turns/rejected", len(rejected))
+            counters.add("tokens/rejected", sum(len(turn.sampled) for turn in rejected))
+            lost = sorted([*lost, *rejected], key=lambda turn: turn.number)
         tape.untrained_turns = tuple(turn.number for turn in lost)
         entries = sorted(self._episode.history.entries.items())
         tape.repeated = tuple(Repeated(number, one.num_repeats) for number, one in entries if one.num_repeats)
@@ -222,7 +233,10 @@ class AgentAttempt:
                 final = 0.0  # it was paid by the turn
         self._tape.turn_rewards = in_order(by_turn)
         parts = {**parts, **{f"turn/{number}": value for number, value in by_turn.items()}}
-        return math.fsum([final, *by_turn.values()]), parts
+        try:
+            return self._episode.payer.total([final, *by_turn.values()]), parts
+        except ValueError as error:
+            raise EnvironmentFailed("score", str(error)) from None
 
     async def _evidence(self) -> Evidence:
         """What the session tells, and the task in any case: another reward may ask for it."""

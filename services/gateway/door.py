@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from gspo_core.types import EpisodeKey
 from services.gateway.episode import AgentEpisode
-from services.gateway.keys import Attempt, Keys, UnknownKey
+from services.gateway.keys import Attempt, Keys, Named, UnknownKey
 from services.gateway.late import LateRewards
 from services.gateway.live import Delivery
 from services.gateway.turns import Ask, Refusal, RefusalKind
@@ -80,6 +80,10 @@ class Door:
                 if len(self._ended) > NUM_ENDED_KEPT:
                     self._ended.popitem(last=False)
 
+    def paying(self, key: str) -> str:
+        """The key by which the episode of ``key`` is paid."""
+        return self._keys.paying(key)
+
     async def ask(self, key: str, ask: Ask) -> Delivery:
         return await (await self._episode(key)).ask(ask)
 
@@ -91,50 +95,58 @@ class Door:
         return self._model_names
 
     async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
-        episode, attempt = self._named(key)
+        named = self._checked(key)
         clock = asyncio.get_running_loop().time
         until = clock() + self._patience_s
         # What takes the reward is never cut off in the middle: one that was taken would be posted again.
-        while not await self._take_reward(episode, attempt, value, turn, token):
+        while not await self._take_reward(named, value, turn, token):
             if (left_s := until - clock()) <= 0:
                 raise Refusal(RefusalKind.AWAY, "this episode is not here at the moment; ask again")
             await asyncio.sleep(min(left_s, REWARD_POLL_S))
 
-    async def _take_reward(self, key: EpisodeKey, attempt: Attempt, value: float, turn: str, token: str) -> bool:
+    async def _take_reward(self, named: Named, value: float, turn: str, token: str) -> bool:
         """False while it is neither played here nor waits for a reward."""
+        key, attempt = named.episode, named.attempt
         held_attempt, held = self._open.get(key, (NONE, None))
         if held is not None and held_attempt == attempt and not held.is_sealed:
             try:
-                await held.reward(value, turn, token)
+                await held.reward(value, turn, token, pays=named.pays)
             except Refusal as refusal:
                 if refusal.kind is not RefusalKind.ENDED or self.late is None:
                     raise
                 return False  # it was sealed in this moment
             return True
         if self.late is not None:
-            return await self.late.post(key, attempt, value, turn, token) is RewardWord.TAKEN
+            return await self.late.post(named, value, turn, token) is RewardWord.TAKEN
         if max(held_attempt, self._ended.get(key, NONE)) >= attempt:
             raise Refusal(RefusalKind.ENDED, OVER)
         return False
 
     async def finish(self, key: str) -> None:
-        (await self._episode(key)).finish()
+        await (await self._episode(key)).finish()
 
     def absent(self, key: str) -> EpisodeKey | None:
         """The episode of a right key that is not here, nor has ended here. Raises ``Refusal`` where it is none."""
-        episode, attempt = self._named(key)
+        named = self._checked(key)
+        episode, attempt = named.episode, named.attempt
         held = self._open.get(episode)
         newest = held[0] if held else self._ended.get(episode, NONE)
         return episode if newest < attempt else None
 
     def _named(self, key: str) -> tuple[EpisodeKey, Attempt]:
+        named = self._checked(key)
+        if named.pays:
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is for rewards alone")
+        return named.episode, named.attempt
+
+    def _checked(self, key: str) -> Named:
         try:
             named = self._read_key(key)
         except UnknownKey:
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key names no episode here") from None
         if named.expires_at < self._now():
             raise Refusal(RefusalKind.ENDED, "this key has expired")
-        return named.episode, named.attempt
+        return named
 
     async def _episode(self, key: str) -> AgentEpisode:
         episode, attempt = self._named(key)

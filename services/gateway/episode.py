@@ -9,12 +9,13 @@ is worth.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from gspo_core.messages import ToolSchema
+from gspo_core.messages import CallStatus, ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
@@ -24,6 +25,7 @@ from services.gateway.history import History, Place, Rewritten, TurnEntry
 from services.gateway.keys import Attempt
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
+from services.gateway.paying import Payer
 from services.gateway.plan import Beginning, Plan
 from services.gateway.reading import head, num_tokens_before, stop_text_in
 from services.gateway.seeds import sampling_seed
@@ -59,6 +61,8 @@ class AgentEpisode:
         self.finished = asyncio.Event()
         """The agent said that it is done."""
         self.rewards = Rewards()
+        low, high = order.reward_range or (-math.inf, math.inf)
+        self.payer = Payer(order.rewards_from, low, high)
         self._setting = setting
         self._order = order
         self._tape = tape
@@ -75,6 +79,7 @@ class AgentEpisode:
         self._next_turn = 0
         self._has_new = False
         """A turn was begun since the turns were last kept."""
+        self._is_finished = False
         self._num_kept_bytes = 0
         """Of the turns, when they were last kept."""
         self.num_requests = 0
@@ -105,6 +110,9 @@ class AgentEpisode:
         self._tape.restore(record)
         self.rewards = Rewards(kept.rewards)
         self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
+        if kept.finished:
+            self._is_finished = True
+            self.finished.set()
         for entry in kept.turns:
             if entry.number in self._tape.turns:  # nothing was sampled for the others
                 if begins_again:
@@ -140,9 +148,15 @@ class AgentEpisode:
         self._check_open()
         return self._plan.beginning(self._plan.place(ask), ask).num_prompt
 
-    async def reward(self, value: float, turn: str = "", token: str = "") -> None:
+    async def reward(self, value: float, turn: str = "", token: str = "", *, pays: bool = False) -> None:
+        """``pays``: by the key that is for rewards."""
         async with self._writing:
             self._check_open()
+            try:
+                self.payer.check(value, by_own_key=not pays)
+            except Refusal:
+                self._setting.counters.add("rewards/refused")
+                raise
             number = self._answers.number_of(turn) if turn else None
             if turn and number not in self.history.entries:
                 raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
@@ -153,8 +167,12 @@ class AgentEpisode:
                 raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
             await self._save()
 
-    def finish(self) -> None:
-        self._check_open()
+    async def finish(self) -> None:
+        """It is kept before anybody hears of it."""
+        async with self._writing:
+            self._check_open()
+            self._is_finished = True
+            await self._save()
         self.finished.set()
 
     def _check_open(self) -> None:
@@ -213,6 +231,8 @@ class AgentEpisode:
         self._next_turn += 1
         if place.parent is not None and place.parent.number in self._tape.turns:
             self._close(place.parent)
+        for name in ask.dropped:
+            self._setting.counters.add(f"drift/dropped_{name}")
         self.history.add(entry)
         self._count(beginning)
         taped = self._open(entry.number, beginning)
@@ -258,11 +278,12 @@ class AgentEpisode:
         self._answer(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
-        most = min(self._budget.room(turn), self._stop_chunk_tokens if turn.ask.stop else self._order.chunk_tokens)
+        may_be_cut = turn.ask.stop or turn.ask.single_call
+        most = min(self._budget.room(turn), self._stop_chunk_tokens if may_be_cut else self._order.chunk_tokens)
         with self._budget.reserved(most):
             sampled = await self._sampled(turn, most)
             async with self._writing:
-                await self._record(turn, self._before_stop_text(turn, sampled))
+                await self._record(turn, self._before_stop_text(turn, self._before_second_call(turn, sampled)))
 
     async def _sampled(self, turn: LiveTurn, most: int) -> Sampled:
         setting, taped = self._setting, turn.taped
@@ -285,6 +306,22 @@ class AgentEpisode:
         kept = self._kept() if self._has_new else None
         with self._meter.storing():
             await self._setting.outbox.append(segments, self._note(), kept)
+
+    def _before_second_call(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
+        """Nothing behind the first call, where only one was asked for. An end that the policy samples itself is its
+        own."""
+        if not turn.ask.single_call:
+            return sampled
+        codec, said = self._setting.codec, turn.taped.said
+        ids = [*said, *sampled.generation.output_ids]
+        calls = codec.parse(ids, turn.ask.tools).calls
+        if not calls or calls[0].status is not CallStatus.OK:
+            return sampled
+        behind = [one for one in ids[calls[0].end :] if one not in codec.stop_ids]
+        if not codec.tokenizer.decode(behind).strip():
+            return sampled
+        turn.entry.finish = "stop"
+        return head(sampled, max(calls[0].end - len(said), 0))
 
     def _before_stop_text(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
         if not turn.ask.stop:
@@ -325,7 +362,7 @@ class AgentEpisode:
     def _kept(self) -> Kept:
         """As it is behind all segments that were cut so far. Nothing may be awaited between this and its storing."""
         tape, entries = self._tape, list(self.history.entries.values())
-        data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "").encode()
+        data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "", self._is_finished).encode()
         self._has_new, self._num_kept_bytes = False, len(data)
         return Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, data))
 

@@ -174,6 +174,15 @@ class History:
                     had.add(entry.parent)
         return had
 
+    def rejected(self, had: Collection[int], paid: Collection[int] = ()) -> set[int]:
+        """Of the turns that the agent had: samples of an equal request beside one that it went on from."""
+        gone_on_from = {self.entries[number].parent for number in had}
+        samples = defaultdict[bytes, list[int]](list)
+        for number in had:
+            samples[self.entries[number].request].append(number)
+        chosen = (numbers for numbers in samples.values() if not gone_on_from.isdisjoint(numbers))
+        return {number for numbers in chosen for number in numbers if number not in gone_on_from} - set(paid)
+
     def _nodes(
         self,
         messages: Sequence[Message],

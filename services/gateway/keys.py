@@ -1,8 +1,10 @@
-"""The keys by which agents ask for turns: each names one attempt of one episode, and proves itself.
+"""The keys by which agents ask for turns, and those by which their episodes are paid: each names one attempt of one
+episode, and proves itself.
 
 Rule: a key is signed with a secret of the installation, so any gateway can check it without a look-up, and nobody can
-make one. It opens one attempt until it expires. Keys are never logged. Where the installation lost its secret and has
-another one, keys of before are still known here, so that what is over is said to be over.
+make one. It opens one attempt until it expires. Who samples cannot make the key that pays. Keys are never logged. Where
+the installation lost its secret and has another one, keys of before are still known here, so that what is over is said
+to be over.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from gspo_core.invariants import InvalidValue
 from gspo_core.types import EpisodeKey
 
 PREFIX = "ep_"
+PAYING = "rw_"
 # Far longer than an episode may wait and play; what has ended is refused before that.
 KEPT_S = 14 * 24 * 3600
 _MAC_BYTES = 32
+_USES = {PREFIX: b"agent key 2\0", PAYING: b"reward key 1\0"}
 _MAX_CHARS = 512
 # A server that is wiped more often leaves nobody who remembers.
 MAX_SECRETS = 4
@@ -48,6 +52,8 @@ class Named:
     attempt: Attempt
     expires_at: int
     """Unix seconds."""
+    pays: bool = False
+    """It is for rewards, and for nothing else."""
 
 
 class Keys:
@@ -70,26 +76,34 @@ class Keys:
     def make(self, episode: EpisodeKey, attempt: Attempt, now: float, more_s: float = 0.0) -> str:
         """``more_s``: how long it is needed after the episode has ended."""
         words = f"{episode}/{attempt}/{int(now + more_s) + KEPT_S}".encode()
-        return PREFIX + base64.urlsafe_b64encode(_mac(self.secret, words) + words).decode().rstrip("=")
+        return self._signed(PREFIX, words)
+
+    def paying(self, key: str) -> str:
+        """The key that pays the attempt of ``key``. Raises ``UnknownKey``."""
+        named = self.read(key)
+        return self._signed(PAYING, f"{named.episode}/{named.attempt}/{named.expires_at}".encode())
+
+    def _signed(self, prefix: str, words: bytes) -> str:
+        return prefix + base64.urlsafe_b64encode(_mac(self.secret, prefix, words) + words).decode().rstrip("=")
 
     def read(self, key: str) -> Named:
         """Raises ``UnknownKey``; whether it has expired is for the caller to judge."""
-        body = key.removeprefix(PREFIX)
-        if body == key or len(key) > _MAX_CHARS or not body.isascii():
+        prefix, body = key[: len(PREFIX)], key[len(PREFIX) :]
+        if prefix not in (PREFIX, PAYING) or len(key) > _MAX_CHARS or not body.isascii():
             raise UnknownKey
         try:
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         except ValueError:
             raise UnknownKey from None
         mac, words = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not any(hmac.compare_digest(mac, _mac(secret, words)) for secret in self._secrets):
+        if not any(hmac.compare_digest(mac, _mac(secret, prefix, words)) for secret in self._secrets):
             raise UnknownKey
         try:
             episode, epoch, number, expires_at = words.decode().rsplit("/", 3)
-            return Named(EpisodeKey.parse(episode), Attempt(int(epoch), int(number)), int(expires_at))
+            return Named(EpisodeKey.parse(episode), Attempt(int(epoch), int(number)), int(expires_at), prefix == PAYING)
         except (InvalidValue, ValueError):  # of another release
             raise UnknownKey from None
 
 
-def _mac(secret: bytes, words: bytes) -> bytes:
-    return hmac.new(secret, b"agent key 2\0" + words, hashlib.sha256).digest()
+def _mac(secret: bytes, prefix: str, words: bytes) -> bytes:
+    return hmac.new(secret, _USES[prefix] + words, hashlib.sha256).digest()

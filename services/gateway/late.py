@@ -7,7 +7,6 @@ were paid. It gives no episode a second chance.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,13 @@ from uuid import uuid4
 import msgspec
 
 from gspo_core.codec import decode
-from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.types import Outcome, Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.outbox import to_append
 from services.episodes.retry import Retrier
 from services.gateway.answers import turn_number
-from services.gateway.keys import Attempt
+from services.gateway.keys import Named
+from services.gateway.paying import ANYBODY, Payer
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
@@ -40,6 +40,7 @@ class EndedEpisode(msgspec.Struct, frozen=True):
     """Of its length, taken off its reward."""
     turns: list[int]
     """Those that can be paid."""
+    payer: Payer = ANYBODY
     schema: int = SCHEMA
 
     def encode(self) -> bytes:
@@ -54,11 +55,14 @@ class EndedEpisode(msgspec.Struct, frozen=True):
 
     def end(self, last: Segment, posted: Sequence[PostedReward], final: float | None) -> Segment:
         """The last segment with a reward; without a final one the episode was paid by the turn."""
-        by_turn = {paid.turn: math.fsum(one.value for one in posted if one.turn == paid.turn) for paid in posted}
+        by_turn = {paid.turn: sum(one.value for one in posted if one.turn == paid.turn) for paid in posted}
         parts = {f"turn/{turn}": value for turn, value in sorted(by_turn.items())}
         if self.cost:
             parts["overlong"] = -self.cost
-        reward = math.fsum([final or 0.0, *by_turn.values(), -self.cost])
+        try:
+            reward = self.payer.total([final or 0.0, *by_turn.values()]) - self.cost
+        except ValueError as error:
+            raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
         awaiting = last.outcome or Outcome(StopReason.NO_REWARD)
         outcome = Outcome(self.stop, reward, parts, awaiting.metrics, awaiting.evidence)
         return replace(last, outcome=outcome, turn_rewards=in_order(by_turn))
@@ -74,8 +78,9 @@ class LateRewards:
         self._counters = counters
         self._now = now
 
-    async def post(self, key: EpisodeKey, attempt: Attempt, value: float, turn: str, token: str) -> RewardWord:
+    async def post(self, named: Named, value: float, turn: str, token: str) -> RewardWord:
         """``PLAYING`` or ``TAKEN``; raises ``Refusal`` otherwise."""
+        key, attempt = named.episode, named.attempt
         name = token or f"-{uuid4().hex}"  # so that a call whose reply was lost is known again
         keep_trying, counters = self._retrier.keep_trying, self._counters
         word: RewardWord | AwaitedReward = RewardWord.CHANGED
@@ -83,7 +88,7 @@ class LateRewards:
             look = partial(self._bus.look_at_reward, epoch=attempt.epoch)
             word = await keep_trying(look, key, attempt.number, name, self._now())
             if isinstance(word, AwaitedReward):
-                word = await self._take(key, attempt.number, word, value, turn, name)
+                word = await self._take(named, word, value, turn, name)
         if word in (RewardWord.LATE, RewardWord.ENDED):
             counters.add(f"rewards/refused_{word}")
             why = "the deadline for its reward is over" if word is RewardWord.LATE else "this episode has ended"
@@ -92,11 +97,15 @@ class LateRewards:
             counters.add("rewards/late")
         return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
 
-    async def _take(
-        self, key: EpisodeKey, attempt: int, awaited: AwaitedReward, value: float, turn: str, token: str
-    ) -> RewardWord:
+    async def _take(self, named: Named, awaited: AwaitedReward, value: float, turn: str, token: str) -> RewardWord:
+        attempt = named.attempt.number
         ended, last = EndedEpisode.decode(awaited.kept), decode(awaited.payload)
         keep_trying, seen = self._retrier.keep_trying, len(awaited.posted)
+        try:
+            ended.payer.check(value, by_own_key=not named.pays)
+        except Refusal:
+            self._counters.add("rewards/refused")
+            raise
         if not turn:
             end = to_append(ended.end(last, awaited.posted, value), "")
             return await keep_trying(self._bus.settle_reward, end, token, seen=seen, now=self._now())

@@ -84,6 +84,10 @@ class Delivery:
     def created_at(self) -> int:
         return self._turn.entry.created_at
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._turn.taped.num_prompt
+
     async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         turn, text, reasoning = self._turn, "", ""
         while True:

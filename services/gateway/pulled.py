@@ -20,6 +20,7 @@ from gspo_core.types import NOTHING, EpisodeKey, Evidence
 from services.episodes.retry import Retrier
 from services.gateway.episode import AgentEpisode
 from services.gateway.meter import Meter
+from services.gateway.paying import Source
 from services.gateway.played import PlayedSession
 from services.hosts.session import SessionLost
 from services.state.loans import Loan, Loans, LoanState
@@ -38,6 +39,7 @@ class Told(msgspec.Struct, frozen=True):
     base_url: str
     api_key: str
     model: str
+    reward_key: str
 
 
 class LoanBoard:
@@ -71,8 +73,15 @@ class PulledAgent:
     """A ``PlayedSession`` around that of the tasks: ``start`` offers the episode, ``ended`` awaits who fetches it."""
 
     def __init__(
-        self, session: PlayedSession, setting: EpisodeSetting, board: LoanBoard, episode: AgentEpisode, meter: Meter
+        self,
+        session: PlayedSession,
+        setting: EpisodeSetting,
+        board: LoanBoard,
+        episode: AgentEpisode,
+        meter: Meter,
+        rewards_from: Source | None = None,
     ) -> None:
+        self._is_judged = rewards_from == "judge"
         self._session = session
         self._setting = setting
         self._board = board
@@ -104,7 +113,7 @@ class PulledAgent:
         self._waiting.enter_context(self._meter.unattended())
         start = await self._session.start(task, seed)
         handed_out = msgspec.Raw((await self._session.handed_out()).encode())
-        told = Told(handed_out, llm.base_url, llm.api_key, llm.model)
+        told = Told(handed_out, llm.base_url, llm.api_key, llm.model, llm.reward_key)
         await setting.retrier.keep_trying(
             self._board.loans.offer, episode.key, setting.token, episode.attempt, msgspec.json.encode(told)
         )
@@ -131,7 +140,10 @@ class PulledAgent:
             loan = await self._next() or self._gone()
         if loan.state is not LoanState.FINISHED:
             self._lose("gave the episode back", "loans/released")
-        self._reward = loan.reward
+        if self._is_judged and loan.reward is not None:
+            self._setting.counters.add("rewards/refused")
+        else:
+            self._reward = loan.reward
 
     def _gone(self) -> NoReturn:
         raise SessionLost("host", "its offer is gone: its group is settled, or another gateway holds it")

@@ -66,6 +66,10 @@ class Forwarded:
     def created_at(self) -> int:
         return self._answering.created_at
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._answering.num_prompt_tokens
+
     def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         return aiter(self._answering)
 

@@ -1,4 +1,4 @@
-"""Leads a request to what answers it, by its exact path and method.
+"""Leads a request to what answers it, by its exact path and method, or by what a path begins with.
 
 Rule: another spelling of a path is no route: a redirected request loses its body in some clients. A request that is
 refused is answered in the shape of its dialect.
@@ -20,8 +20,12 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Routing:
-    def __init__(self, posts: Mapping[str, Endpoint], gets: Mapping[str, Endpoint]) -> None:
+    def __init__(
+        self, posts: Mapping[str, Endpoint], gets: Mapping[str, Endpoint], below: Mapping[str, Endpoint]
+    ) -> None:
+        """``below``: GETs of all paths that begin so."""
         self._by_method = {"POST": posts, "GET": gets, "HEAD": gets}
+        self._below = below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -35,6 +39,8 @@ class Routing:
     def _endpoint(self, method: str, path: str) -> Endpoint:
         """Raises ``HTTPException``."""
         endpoint = self._by_method.get(method, {}).get(path)
+        if endpoint is None and method in ("GET", "HEAD"):
+            endpoint = next((one for begin, one in self._below.items() if path.startswith(begin)), None)
         if endpoint is None:
             is_known = any(path in endpoints for endpoints in self._by_method.values())
             raise HTTPException(405 if is_known else 404)

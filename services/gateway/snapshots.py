@@ -45,6 +45,8 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     rewards: list[Reward]
     stopped: str = ""
     """The limit that the last request met."""
+    finished: bool = False
+    """The agent said that it is done."""
     kind: str = KIND
     schema: int = SCHEMA
 

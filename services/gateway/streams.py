@@ -93,9 +93,9 @@ class Reply:
 
     async def _stream(self, items: _Items, send: Send) -> None:
         item = await items.take_first(self._pace.commit_after_s)
-        writer = self._dialect.writer(
-            self._question, Heading(self._answering.id, self._answering.created_at, self._model)
-        )
+        answering = self._answering
+        heading = Heading(answering.id, answering.created_at, self._model, answering.num_prompt_tokens)
+        writer = self._dialect.writer(self._question, heading)
         await send(_start(200, {**self._headers, **sse.HEADERS}))
         await send(_body(writer.begin()))
         while not isinstance(item, Answer):

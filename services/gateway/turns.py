@@ -51,6 +51,10 @@ class Ask:
     """In which it was written."""
     model: str = ""
     """That it named."""
+    single_call: bool = False
+    """The turn ends with its first call."""
+    dropped: tuple[str, ...] = ()
+    """Names of texts that were left out because they differ from one request to the next; no part of the digest."""
     seed: int | None = None
     """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 
@@ -162,6 +166,11 @@ class Answering(Protocol):
     @property
     def created_at(self) -> int:
         """That of the answer to come."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """That it is an answer to."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]: ...

@@ -430,7 +430,7 @@ class HostedAgentSession(HostedSession):
             raise RuntimeError("an agent is started after it was offered a policy")
         llm = self._llm
         self._begin["llm"] = wire.LlmFrame(
-            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode
+            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode, reward_key=llm.reward_key
         )
 
     async def _ask(

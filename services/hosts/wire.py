@@ -96,6 +96,7 @@ class LlmFrame(TypedDict):
     api_key: str
     model: str
     episode: str
+    reward_key: str
 
 
 class Arguments(TypedDict, total=False):

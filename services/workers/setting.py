@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import EVIDENCE_SCHEMA
@@ -185,6 +185,12 @@ class Order:
     """It fetches the episode by itself."""
     judge: JudgeSpec | None = None
     """The model that is asked for its reward."""
+    rewards_from: Literal["returned", "judge", "posted"] | None = None
+    """Where its agent's job says that its reward comes from."""
+    reward_range: tuple[float, float] | None = None
+    """That its environment states."""
+    trains_rejected: bool = False
+    """Also samples beside the one that its agent went on from."""
     evidence_bytes: int = 0
     """Kept of what its reward was made from."""
     is_one_of_several: bool = False
@@ -224,6 +230,9 @@ class Order:
             agent_lives_elsewhere=agent is not None and agent.lives_elsewhere,
             agent_pulls=agent is not None and agent.pull,
             judge=None if agent is None else agent.judge,
+            rewards_from=None if agent is None else agent.rewards,
+            trains_rejected=agent is not None and agent.rejected == "train",
+            reward_range=None if agent is None else environment.reward_range,
             reward_deadline_s=spec.rewards.deadline_s,
             evidence_bytes=spec.rewards.evidence_bytes if keeps_evidence else 0,
             is_one_of_several=len(spec.environments) > 1,

@@ -108,7 +108,8 @@ def _agents(number: int, work: Path, url: str, rng: random.Random) -> list[dict[
     return [
         {
             "ref": ref,
-            "agent": {"url": url} if ref.endswith(":Elsewhere") else {},
+            # They post with the key that samples, since one program plays all kinds.
+            "agent": {"rewards": "posted"} | ({"url": url} if ref.endswith(":Elsewhere") else {}),
             "config": {"ledger": str(work / f"ledger-{number}-{place}")},
             "weight": float(rng.choice([1, 1, 2])),
         }

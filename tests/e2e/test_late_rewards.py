@@ -38,7 +38,7 @@ class Sums:
 
 
 class Agents(ThreadingHTTPServer):
-    """Each asks once and ends without a reward; who pays has kept the base URL and the key of its episode."""
+    """Each asks once and ends without a reward; who pays has kept the base URL and the key that pays its episode."""
 
     daemon_threads = True
 
@@ -73,7 +73,8 @@ def post(start: dict[str, Any], path: str, body: dict[str, Any]) -> Any:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
-            headers = {"Authorization": f"Bearer {start['api_key']}"}
+            key = start["reward_key" if path.endswith("reward") else "api_key"]
+            headers = {"Authorization": f"Bearer {key}"}
             answer = httpx.post(f"{start['base_url']}{path}", json=body, headers=headers, timeout=60)
         except httpx.TransportError:
             answer = None

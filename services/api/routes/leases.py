@@ -83,6 +83,8 @@ class NewLeaseView(LeaseView):
     api_key: str
     """Of this attempt alone."""
     model: str
+    reward_key: str = ""
+    """By which rewards are posted; it samples nothing."""
 
 
 @router.post(

@@ -6,7 +6,7 @@ of the user may hold results of tools, which become messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
@@ -46,8 +46,8 @@ class AnthropicMessages:
         reader, sent = Reader(ANTHROPIC_MESSAGES), Sent(body)
         taken = reader.take(sent)
         system, messages, sent_tools = taken.get("system"), taken.need("messages"), taken.get("tools")
-        tools = asks.distinct((one, _tool(reader, one)) for one in sent_tools.items()) if sent_tools else []
-        read: list[Message] = [{"role": "system", "content": asks.read_text(reader, system)}] if system else []
+        tools = asks.distinct(_tools(reader, sent_tools)) if sent_tools else []
+        read: list[Message] = [{"role": "system", "content": asks.read_instructions(reader, system)}] if system else []
         for one in messages.items():
             read += _messages(reader, one)
         asks.not_empty(read[1:] if system else read, messages)
@@ -58,14 +58,16 @@ class AnthropicMessages:
             reader.take(options)
         if max_tokens is None and not self._counts:
             max_tokens = taken.need("max_tokens")
+        choice, is_single = _choice(reader, taken.get("tool_choice"), tools)
         ask = asks.make_ask(
             read,
             tools,
-            _choice(reader, taken.get("tool_choice"), tools),
+            choice,
             None if max_tokens is None else max_tokens.count(),
             asks.read_stop(taken.get("stop_sequences")),
             headers,
             taken.get("seed"),
+            single_call=is_single and bool(tools),
         )
         stream = taken.get("stream")
         is_stream = stream is not None and stream.flag()
@@ -105,9 +107,9 @@ class MessagesWriter:
         """The type of the block that is not closed yet."""
 
     def begin(self) -> bytes:
-        # The prompt is counted once the answer is whole, and the last event corrects this.
-        unknown: JSON = {"input_tokens": 0, "output_tokens": 0, **_UNCOUNTED}
-        message = _message(self._heading.id, self._heading.model, [], unknown)
+        # Clients that keep an eye on their context read the prompt's size here. What was sampled comes at the end.
+        begun = _usage(Usage(self._heading.num_prompt_tokens, 0, 0))
+        message = _message(self._heading.id, self._heading.model, [], begun)
         return event({"type": "message_start", "message": message}, "message_start")
 
     def piece(self, piece: Piece) -> bytes:
@@ -233,18 +235,27 @@ def _sent_call(taken: Taken) -> MessageCall:
     return read
 
 
+def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
+    """Those that the agent runs itself; what runs at a provider is left out, and the answer says so."""
+    for one in sent.items():
+        if (kind := one.object().get("type")) in (None, "custom"):
+            yield one, _tool(reader, one)
+        else:
+            reader.ignore(f"tools.{kind}")
+
+
 def _tool(reader: Reader, sent: Sent) -> ToolSchema:
     taken = reader.take(sent)
-    kind = taken.get("type")
-    if kind is not None and kind.value != "custom":
-        raise kind.fault("must be custom: no tool runs at the provider here")
+    taken.get("type")
     return asks.tool(taken.need("name"), taken.get("description"), taken.need("input_schema"))
 
 
-def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> tuple[ToolChoice, bool]:
+    """Also whether one call ends the turn."""
     if sent is None:
-        return AUTO
+        return AUTO, False
     taken = reader.take(sent)
+    single = taken.get("disable_parallel_tool_use")
     kind, name = taken.need("type"), taken.get("name")
     if kind.value == "tool":
         choice = ToolChoice("required", (name or taken.need("name")).name())
@@ -252,7 +263,7 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> T
         choice = _CHOICES[kind.text()]
     else:
         raise kind.fault("must be auto, any, tool or none")
-    return asks.choose(sent, choice, tools)
+    return asks.choose(sent, choice, tools), single is not None and single.flag()
 
 
 def _calls(answer: Answer) -> zip[tuple[str, ToolCall]]:

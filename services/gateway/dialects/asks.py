@@ -15,11 +15,14 @@ from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
 from services.gateway.dialects.sent import Reader, Sent
+from services.gateway.dialects.volatile import without_volatile
 from services.gateway.turns import AUTO, Ask, ToolChoice
 
 MAX_KEY_CHARS = 256
 # Each is looked for in all that is sampled.
 MAX_STOPS = 16
+# What is told, and counted, of texts that are left out: this and their name.
+VOLATILE = "volatile."
 TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text", "reasoning.text"})
 
 
@@ -31,10 +34,13 @@ def make_ask(
     stop: Sequence[str],
     headers: Mapping[str, str],
     seed: Sent | None = None,
+    *,
+    single_call: bool = False,
 ) -> Ask:
     # Without a seed as before there were seeds: digests are kept over releases.
     seeds = [] if seed is None else [seed.seed()]
-    canonical = msgspec.json.encode([messages, tools, choice, max_tokens, stop, *seeds], order="sorted")
+    singles = ["single call"] if single_call else []
+    canonical = msgspec.json.encode([messages, tools, choice, max_tokens, stop, *seeds, *singles], order="sorted")
     count = headers.get("x-stainless-retry-count", "0")
     return Ask(
         messages=tuple(messages),
@@ -46,6 +52,7 @@ def make_ask(
         repeat_key=_repeat_key(headers),
         is_retry=count.isdecimal() and int(count) > 0,
         seed=seeds[0] if seeds else None,
+        single_call=single_call,
     )
 
 
@@ -63,6 +70,19 @@ def read_text(reader: Reader, content: Sent) -> str:
     return "".join(read_part(reader, part) for part in content.items())
 
 
+def read_instructions(reader: Reader, content: Sent) -> str:
+    """As ``read_text``, without what differs from one request to the next."""
+    whole = isinstance(content.value, str)
+    texts = [content.text()] if whole else [read_part(reader, part) for part in content.items()]
+    kept = list[str]()
+    for text in texts:
+        text, names = without_volatile(text)
+        kept.append(text)
+        for name in names:
+            reader.ignore(f"{VOLATILE}{name}")
+    return "".join(kept)
+
+
 def read_part(reader: Reader, part: Sent) -> str:
     kind = part.object().get("type")
     if kind not in TEXT_TYPES:
@@ -72,6 +92,10 @@ def read_part(reader: Reader, part: Sent) -> str:
     text = taken.need("text").text()
     taken.end("a part of text")
     return text
+
+
+def is_single(parallel_tool_calls: Sent | None) -> bool:
+    return parallel_tool_calls is not None and not parallel_tool_calls.flag()
 
 
 def read_stop(stop: Sent | None) -> list[str]:

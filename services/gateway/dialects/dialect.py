@@ -37,6 +37,7 @@ class Heading:
     id: str
     created_at: int
     model: str
+    num_prompt_tokens: int
 
 
 class Writer(Protocol):

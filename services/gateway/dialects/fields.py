@@ -7,11 +7,11 @@ stand here is refused.
 
 from __future__ import annotations
 
+from gspo_core.json_value import JSON
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
 
 READ, HARMLESS = Read(), Harmless()
 NO_FORMAT = "asks for a form of answer that sampling is not held to here: ask for it in words, and leave this out"
-NO_SINGLE_CALLS = "cannot be asked for: the policy may call several tools in one turn"
 NO_STORE = "cannot be asked for: no answer is kept for a later request; send the whole conversation each time"
 NO_LOGPROBS = "cannot be asked for: log-probs are recorded for training, and are not given out"
 NO_BIAS = "would change what is sampled: the job's own distribution is the one that is trained"
@@ -72,7 +72,7 @@ OPENAI_CHAT: Fields = {
         "n": Only(1, why="must be 1: ask again for another answer"),
         "response_format": Only({"type": "text"}, why=NO_FORMAT),
         "tool_choice": READ,
-        "parallel_tool_calls": Only(True, why=NO_SINGLE_CALLS),
+        "parallel_tool_calls": READ,
         "store": Only(False, why=NO_STORE),
         "logprobs": Only(False, why=NO_LOGPROBS),
         "top_logprobs": Only(0, why=NO_LOGPROBS),
@@ -134,7 +134,7 @@ OPENAI_RESPONSES: Fields = {
         "max_tool_calls": HARMLESS,
         "include": Only([], ["reasoning.encrypted_content"], why="asks for data that no answer here has"),
         "tool_choice": READ,
-        "parallel_tool_calls": Only(True, why=NO_SINGLE_CALLS),
+        "parallel_tool_calls": READ,
         "store": Only(False, why=NO_STORE),
         "background": Only(False, why=NO_STORE),
         "background_options": Only(why=NO_STORE),
@@ -183,6 +183,8 @@ OPENAI_RESPONSES: Fields = {
     },
 }
 
+# Claude Code asks for it: nothing is cleared.
+_KEEPS_ALL_THINKING: JSON = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 ANTHROPIC_MESSAGES: Fields = {
     "": {
         **_SAMPLING,
@@ -207,12 +209,12 @@ ANTHROPIC_MESSAGES: Fields = {
         "tool_choice": READ,
         "container": Only(why=NO_SERVER_TOOLS),
         "mcp_servers": Only([], why=NO_SERVER_TOOLS),
-        "context_management": Only({"edits": []}, why=NO_CONTEXT_EDITS),
+        "context_management": Only({"edits": []}, _KEEPS_ALL_THINKING, why=NO_CONTEXT_EDITS),
     },
     "tool_choice": {
         "type": READ,
         "name": READ,
-        "disable_parallel_tool_use": Only(False, why=NO_SINGLE_CALLS),
+        "disable_parallel_tool_use": READ,
     },
     "output_config": {"effort": Decided(), "format": Only(why=NO_FORMAT)},
     "system[]": _TEXT_PART,

@@ -46,6 +46,7 @@ class OpenAIChat:
             asks.read_stop(taken.get("stop")),
             headers,
             taken.get("seed"),
+            single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(tools),
         )
         stream = taken.get("stream")
         return Question(

@@ -7,7 +7,7 @@ comments reset no timer of clients that count events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
@@ -19,6 +19,11 @@ from services.gateway.dialects.openai_chat import arguments_text, error, needs_f
 from services.gateway.dialects.sent import Reader, Sent, Taken
 from services.gateway.sse import event
 from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
+
+# Of tools that run at the provider.
+LEFT_OUT = frozenset(
+    {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use_preview"}
+)
 
 
 class OpenAIResponses:
@@ -34,11 +39,11 @@ class OpenAIResponses:
                 conversation.add(item)
         messages = asks.not_empty(conversation.messages, given)
         if instructions is not None:
-            messages.insert(0, {"role": "system", "content": instructions.text()})
+            messages.insert(0, {"role": "system", "content": asks.read_instructions(reader, instructions)})
         options, max_tokens, stream = taken.get("text"), taken.get("max_output_tokens"), taken.get("stream")
         if options is not None:
             reader.take(options)
-        functions = asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else []
+        functions = asks.distinct(_tools(reader, tools)) if tools else []
         ask = asks.make_ask(
             messages,
             functions,
@@ -47,12 +52,13 @@ class OpenAIResponses:
             [],
             headers,
             taken.get("seed"),
+            single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(functions),
         )
         is_stream = stream is not None and stream.flag()
         return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
-        return _response(question, Heading(answer.id, answer.created_at, model), answer)
+        return _response(question, Heading(answer.id, answer.created_at, model, answer.usage.num_prompt_tokens), answer)
 
     def writer(self, question: Question, heading: Heading) -> ResponsesWriter:
         return ResponsesWriter(question, heading)
@@ -253,10 +259,19 @@ class _Conversation:
         return self._turn
 
 
+def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
+    """Functions; what runs at a provider, or in the client without our seeing its form, is left out, and the answer
+    says so."""
+    for one in sent.items():
+        if (kind := one.object().get("type")) == "function":
+            yield one, _tool(reader, one)
+        elif isinstance(kind, str) and kind in LEFT_OUT:
+            reader.ignore(f"tools.{kind}")
+        else:
+            raise one.fault(f"is of type {kind}: there are no other tools than functions here")
+
+
 def _tool(reader: Reader, sent: Sent) -> ToolSchema:
-    kind = sent.object().get("type")
-    if kind != "function":
-        raise sent.fault(f"is of type {kind}: there are no other tools than functions here")
     taken = reader.take(sent)
     taken.need("type")
     return asks.tool(taken.need("name"), taken.get("description"), taken.get("parameters"))
@@ -301,7 +316,7 @@ def _response(question: Question, heading: Heading, answer: Answer | None) -> di
         "metadata": body.get("metadata") or {},
         "model": heading.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not question.ask.single_call,
         "previous_response_id": None,
         "store": False,
         "text": {"format": {"type": "text"}},

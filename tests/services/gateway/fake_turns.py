@@ -63,6 +63,7 @@ class FakeAnswering:
         self.answer = scripted.answer(number)
         self.id = self.answer.id
         self.created_at = self.answer.created_at
+        self.num_prompt_tokens = self.answer.usage.num_prompt_tokens
         self.num_taken = 0
         self.fate: list[str] = []
         """``delivered`` and ``dropped``, as often as they were said."""

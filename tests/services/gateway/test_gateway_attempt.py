@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
+from services.gateway.snapshots import TreeSnapshot
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.keys import job_key
 from services.workers.episode import Episode
@@ -100,6 +101,104 @@ async def test_posted_rewards_stand_before_what_the_agent_returns(
     outcome = await play.outcome()
     assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.25})
     assert (await play.record())[-1].turn_rewards == ((0, 0.25),)
+
+
+async def refused(asking: Awaitable[object]) -> Refusal:
+    with pytest.raises(Refusal) as refusal:
+        await asking
+    return refusal.value
+
+
+@pytest.mark.parametrize("has_returned", [True, False])
+async def test_the_key_that_samples_pays_nothing(table: Table, codec: HermesCodec, has_returned: bool) -> None:
+    """A policy that learns this one request would have solved every task."""
+
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        assert (await refused(llm.pay_oneself(0.9))).param == "reward"
+        assert (await refused(llm.pay_oneself(0.9, turn=first.id))).param == "reward"
+        return 0.25 if has_returned else None
+
+    play = Play(table, codec, agent, "Hello.")
+    await play.run(limits={"retries": 0})
+    assert (await play.outcome()).reward == (0.25 if has_returned else None)
+    assert play.setting.counters["rewards/refused"] == 2
+
+
+async def test_a_job_may_trust_its_agent_with_its_rewards(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        await llm.say(HI)
+        await llm.pay_oneself(0.75)
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run(agent={"rewards": "posted"}) is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.75
+
+
+async def test_where_what_is_returned_counts_nobody_posts(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        await llm.say(HI)
+        assert "what its agent returns alone" in (await refused(llm.reward(0.75))).message
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run(agent={"rewards": "returned"}) is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.25
+    assert play.setting.counters["rewards/refused"] == 1
+
+
+async def test_no_reward_leaves_the_range_that_is_stated(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        assert "outside the reward_range (0, 1)" in (await refused(llm.reward(1.5))).message
+        await llm.reward(0.5, turn=first.id)
+        return 0.75
+
+    play = Play(table, codec, agent, "Hello.", reward_range=(0.0, 1.0))
+    assert await play.run(limits={"retries": 0}) is StopReason.ENV_ERROR
+    assert (await play.outcome()).reward is None
+
+
+async def test_rewards_without_a_finite_sum_are_none(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await llm.reward(1e308, turn=first.id)
+        await llm.reward(1e308, turn=first.id)
+        return 0.0
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run(limits={"retries": 0}) is StopReason.ENV_ERROR
+
+
+async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, codec: HermesCodec) -> None:
+    """A service that answered 202, told its end and left is waited for no longer."""
+    told = asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        await llm.say(HI)
+        await llm.reward(0.5)
+        await llm.finish()
+        told.set()
+        return await asyncio.Event().wait() and None
+
+    play = Play(table, codec, agent, "Hello.", services={})
+    append, is_cut = play.setting.outbox.append, []
+
+    async def cut(*given: Any, **named: Any) -> None:
+        await append(*given, **named)
+        kept = named.get("kept")
+        tree = None if kept is None else TreeSnapshot.decode(kept.snapshot.data)
+        if tree is not None and tree.finished and not is_cut:
+            is_cut.append(True)
+            running.cancel()
+
+    play.setting.outbox.append = cut  # type: ignore[method-assign]
+    running = asyncio.create_task((await play.lease()).run())
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await (await play.taken_over()).run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.5
 
 
 async def test_an_agent_without_a_reward_has_none(table: Table, codec: HermesCodec) -> None:
@@ -315,7 +414,7 @@ async def test_a_turn_that_the_agent_pays_was_had(table: Table, codec: HermesCod
         delivery = await llm.doors.now.ask(llm.llm.api_key, request(HI))
         await read(delivery)
         delivery.dropped()
-        await llm.doors.now.reward(llm.llm.api_key, 0.5, turn=delivery.id)
+        await llm.doors.now.reward(llm.llm.reward_key, 0.5, turn=delivery.id)
         return 0.0
 
     play = Play(table, codec, agent, "Hello.")

@@ -272,7 +272,7 @@ def test_a_stream_cut_anywhere_tells_what_the_whole_answer_tells(name: str, scri
         answer = Scripted(scripted.text, scripted.calls, scripted.reasoning, usage=scripted.usage).answer(0)
     body = {**speaker.body([USER]), **({"stream_options": {"include_usage": True}} if name == "chat" else {})}
     question = dialect.read(body, {})
-    writer = dialect.writer(question, Heading(answer.id, answer.created_at, MODEL))
+    writer = dialect.writer(question, Heading(answer.id, answer.created_at, MODEL, answer.usage.num_prompt_tokens))
     stream = writer.begin()
     for piece in pieces_of(answer, cuts):
         stream += writer.piece(piece) + writer.alive()

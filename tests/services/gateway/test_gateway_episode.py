@@ -451,14 +451,14 @@ async def test_rewards_are_kept_once_for_each_token(codec: HermesCodec) -> None:
     one = bench(codec, "One.")
     first = await one.ask(HI)
     for _ in range(2):
-        await one.episode.reward(0.25, first.id, "t")
-        await one.episode.reward(1.0, token="f")
-    await one.episode.reward(2.0)
+        await one.episode.reward(0.25, first.id, "t", pays=True)
+        await one.episode.reward(1.0, token="f", pays=True)
+    await one.episode.reward(2.0, pays=True)
     assert (one.episode.rewards.final, one.episode.rewards.by_turn()) == (2.0, {0: 0.25})
     for bad in [
-        one.episode.reward(0.5, token="f"),
-        one.episode.reward(1.0, "turn-0-9"),
-        one.episode.reward(float("nan")),
+        one.episode.reward(0.5, token="f", pays=True),
+        one.episode.reward(1.0, "turn-0-9", pays=True),
+        one.episode.reward(float("nan"), pays=True),
     ]:
         assert (await refused(bad)).kind is RefusalKind.INVALID
 
@@ -487,3 +487,35 @@ async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(
     assert "too many turns to keep" in refusal.message
     assert len(one.episode.history.entries) > 1
     judge(one.records.segments(), one.policy.served)
+
+
+async def test_a_turn_ends_with_its_first_call_where_only_one_was_asked_for(codec: HermesCodec) -> None:
+    """What was sampled behind it is no part of the episode; an end that the policy chose itself is."""
+    call = '<tool_call>{"name": "add", "arguments": {"amount": 2}}</tool_call>'
+    for said_text, num_ends in ((f"{call}\n{call}", 0), (call, 1)):
+        one = bench(codec, said_text)
+        answer = await one.ask(HI, tools=(ADD,), single_call=True)
+        assert [dict(one.arguments) for one in answer.calls] == [{"amount": 2}]  # type: ignore[arg-type]
+        assert answer.finish == "tool_calls"
+        sampled = one.tape.turns[0].sampled
+        assert sum(token in codec.stop_ids for token in sampled) == num_ends
+        text = codec.tokenizer.decode([token for token in sampled if token not in codec.stop_ids])
+        assert text.strip() == call
+    both = await bench(codec, f"{call}\n{call}").ask(HI, tools=(ADD,))
+    assert len(both.calls) == 2
+
+
+async def test_samples_that_an_agent_did_not_go_on_from_are_not_trained(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.", "Three.", "Four.", "Five.")
+    first, second, third = [await one.ask(HI) for _ in range(3)]
+    await one.ask(HI, said(second), user("more"))
+    history = one.episode.history
+    had = history.had()
+    assert had == {0, 1, 2, 3}
+    assert history.rejected(had) == {0, 2}
+    assert history.rejected(had, paid=[2]) == {0}
+    assert (first.text, second.text, third.text) == ("One.", "Two.", "Three.")
+    alone = bench(codec, "One.", "Two.")
+    await alone.ask(HI)
+    await alone.ask(HI)
+    assert alone.episode.history.rejected(alone.episode.history.had()) == set()  # nobody knows which was chosen

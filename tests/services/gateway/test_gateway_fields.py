@@ -12,6 +12,7 @@ import pytest
 from gspo_core.json_value import JSON
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
+from services.gateway.dialects.dialect import Question
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
 from services.gateway.turns import Refusal, RefusalKind
@@ -179,7 +180,7 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ("responses", {"input": [{"role": "user", "content": "x", "call_id": "c"}]}, "input[0].call_id"),
     ("responses", {"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ("responses", {"tools": [{"type": "local_shell"}]}, "tools[0]"),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
     ("responses", {"store": True}, "store"),
     ("messages", {"max_tokens": None}, "max_tokens"),
@@ -194,16 +195,16 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
         "messages[0].content[0].name",
     ),
-    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ("messages", {"tools": [{"name": "bash"}]}, "tools[0].input_schema"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
     ("messages", {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ("messages", {"tool_choice": {"type": []}}, "tool_choice.type"),
     (
         "messages",
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
         "tool_choice.disable_parallel_tool_use",
     ),
+    ("chat", {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
 )
 
@@ -243,3 +244,56 @@ async def test_names_of_speakers_are_ignored_but_not_in_silence():
         body = SPEAKERS["chat"].body([]) | {"messages": [message]}
         answer = await gateway.http.post(SPEAKERS["chat"].path, json=body, headers=SPEAKERS["chat"].headers)
     assert answer.headers["x-gspo-ignored"] == "messages.name"
+
+
+NONCE = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={};"
+
+
+def asked(dialect: str, changes: Wire) -> Question:
+    speaker = SPEAKERS[dialect]
+    body = speaker.body([{"role": "user", "content": "x"}]) | changes
+    return DIALECTS[speaker.path].read(body, {})
+
+
+def test_texts_that_differ_in_each_request_are_left_out_and_named():
+    """As Claude Code sends them: every turn would be a branch."""
+    rules = {"type": "text", "text": "You help."}
+    blocks = [[{"type": "text", "text": NONCE.format(nonce)}, rules] for nonce in ("1f3", "a07")]
+    first, second = (asked("messages", {"system": one}) for one in blocks)
+    assert first.ask == second.ask == asked("messages", {"system": [rules]}).ask
+    assert "volatile.claude_code_billing" in first.ignored
+    inside = asked("messages", {"system": f"{NONCE.format(1)}\nYou help."})
+    assert inside.ask == first.ask
+    quoted = {"messages": [{"role": "user", "content": NONCE.format(1)}]}
+    assert NONCE.format(1) in str(asked("messages", quoted).ask.messages)
+
+
+def test_tools_of_a_provider_are_left_out_and_named():
+    own = {"name": "add", "input_schema": {"type": "object"}}
+    found = asked("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, own]})
+    assert [one["function"]["name"] for one in found.ask.tools] == ["add"]
+    assert "tools.web_search_20250305" in found.ignored
+    searched = asked("responses", {"tools": [{"type": "web_search"}]})
+    assert (searched.ask.tools, searched.ignored) == ((), ("tools.web_search",))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes"),
+    [
+        ("chat", {"parallel_tool_calls": False}),
+        ("responses", {"parallel_tool_calls": False}),
+        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ],
+)
+def test_one_call_a_turn_can_be_asked_for(dialect: str, changes: Wire):
+    tools = {
+        "chat": [{"type": "function", "function": {"name": "add"}}],
+        "responses": [{"type": "function", "name": "add"}],
+        "messages": [{"name": "add", "input_schema": {"type": "object"}}],
+    }[dialect]
+    several, single = asked(dialect, {"tools": tools}), asked(dialect, {"tools": tools} | changes)
+    assert (several.ask.single_call, single.ask.single_call) == (False, True)
+    assert several.ask.digest != single.ask.digest
+    assert asked(dialect, changes).ask.digest == asked(dialect, {}).ask.digest  # without tools it asks for nothing
+    keeps = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    assert asked("messages", keeps).ask == asked("messages", {}).ask

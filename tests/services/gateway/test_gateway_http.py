@@ -361,6 +361,27 @@ async def test_models_are_listed_in_the_shape_of_who_asks():
     assert {one["type"] for one in of_anthropic["data"]} == {"model"}
 
 
+async def test_a_model_is_found_by_its_name_in_the_shape_of_who_asks():
+    async with serving(FakeTurns()) as gateway:
+        found = await gateway.http.get("/v1/models/policy", headers=BEARER)
+        of_anthropic = await gateway.http.get("/v1/models/base", headers=SPEAKERS["messages"].headers)
+        missing = await gateway.http.get("/v1/models/org/gpt", headers=BEARER)
+        without_key = await gateway.http.get("/v1/models/policy")
+    assert (found.json()["id"], found.json()["object"]) == ("policy", "model")
+    assert (of_anthropic.json()["id"], of_anthropic.json()["type"]) == ("base", "model")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert without_key.status_code == 401
+
+
+async def test_the_size_of_the_prompt_stands_at_the_beginning_of_a_stream():
+    speaker = SPEAKERS["messages"]
+    async with serving(FakeTurns()) as gateway:
+        body = speaker.body([{"role": "user", "content": "x"}]) | {"stream": True}
+        text = (await gateway.http.post(speaker.path, json=body, headers=speaker.headers)).text
+    usage = json.loads(text.split("data: ", 2)[1].splitlines()[0])["message"]["usage"]
+    assert sum(usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")) > 0
+
+
 async def test_prompts_are_counted_without_a_turn():
     speaker, turns = SPEAKERS["messages"], FakeTurns()
     body = body_of(speaker, temperature=1)

@@ -265,7 +265,9 @@ async def test_an_agent_that_pulls_is_judged_where_it_told_no_reward(
             while (lent := await loans.lend(JOB, "request", 300.0)) is None:
                 await asyncio.sleep(0.01)
             told = json.loads(lent.told)
-            await Client(played.world.doors, Llm(told["base_url"], told["api_key"])).say(HI)
+            await Client(played.world.doors, Llm(told["base_url"], told["api_key"], reward_key=told["reward_key"])).say(
+                HI
+            )
             await loans.finish(JOB, lent.loan.id, None)
             assert await running is StopReason.COMPLETED
     assert (await played.outcome()).reward_parts == {"judge": 0.5}

@@ -119,7 +119,9 @@ async def test_a_request_waits_until_its_episode_is_here(codec: HermesCodec) -> 
         assert given == key
         answer = await take(await asking)
         assert await entrance.count_tokens(key, request(user("hi"))) == answer.usage.num_prompt_tokens
-        await entrance.reward(key, 1.0)
+        await entrance.reward(entrance.paying(key), 1.0)
+        for refusing in (entrance.ask, entrance.count_tokens):
+            assert await refused(refusing(entrance.paying(key), request(user("hi")))) is RefusalKind.UNKNOWN_KEY
         await entrance.finish(key)
         assert one.episode.finished.is_set()
         await one.episode.seal()
@@ -181,7 +183,7 @@ async def test_a_reward_that_takes_long_to_be_stored_is_not_sent_away_and_counts
     with entrance.open(one.episode) as key:
         turn = await take(await entrance.ask(key, request(user("hi"))))
         one.records.append = slowly
-        paying = asyncio.create_task(entrance.reward(key, 0.25, turn=turn.id))
+        paying = asyncio.create_task(entrance.reward(entrance.paying(key), 0.25, turn=turn.id))
         while not one.episode.rewards.posted:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)  # longer than anybody waits here for an episode

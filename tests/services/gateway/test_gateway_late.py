@@ -74,7 +74,7 @@ async def play(table: Table, codec: HermesCodec, now: Hours, behavior: Behavior 
     keys: list[str] = []
 
     async def agent(llm: Client) -> float | None:
-        keys.append(llm.llm.api_key)
+        keys.append(llm.llm.reward_key)
         return await behavior(llm)
 
     speech = Speech(codec)
@@ -199,7 +199,7 @@ async def test_a_reward_that_comes_while_the_episode_is_set_aside(table: Table, 
     keys: list[str] = []
 
     async def agent(llm: Client) -> None:
-        keys.append(llm.llm.api_key)
+        keys.append(llm.llm.reward_key)
         await two_turns(llm)
 
     awaiting, proceed = table.bus.await_reward, asyncio.Event()

@@ -85,7 +85,7 @@ class Shop:
 
     def client(self, lent: Lent) -> Client:
         told = json.loads(lent.told)
-        return Client(self.doors, Llm(told["base_url"], told["api_key"]))
+        return Client(self.doors, Llm(told["base_url"], told["api_key"], reward_key=told["reward_key"]))
 
     async def record(self) -> list[Segment]:
         entries = await self.table.redis.xrange(job_key(JOB, "segments"))
