@@ -6,6 +6,7 @@ ids: a branch goes on from the last turn that it repeats whole. It reads no text
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 
 from gspo_core.log.transcript import Link
 from gspo_core.types import Segment
+
+# The reason of a conversation of its own.
+SUB_AGENT = "sub_agent"
 
 
 @dataclass(slots=True)
@@ -63,6 +67,31 @@ def links(segments: Sequence[Segment]) -> dict[int, Link]:
             before, shared = turn, 0
         earlier.append(branch)
     return found
+
+
+def drift(segments: Sequence[Segment]) -> tuple[Counter[str], int]:
+    """How many branches of an episode began for which reason, and the tokens that were read anew for them: their
+    prompts, without what an earlier branch has too. What a sub-agent reads is new, and does not count."""
+    reasons, num_anew = Counter[str](), 0
+    if all(one.branch == 0 for one in segments):
+        return reasons, num_anew
+    earlier: list[_Branch] = []
+    for _, group in groupby(sorted(segments, key=lambda one: one.branch), key=lambda one: one.branch):
+        pieces = list(group)
+        branch, asked = _branch(pieces), next((one.asked for one in pieces if one.asked is not None), None)
+        if asked is not None and asked.reason:
+            reasons[asked.reason] += 1
+            if asked.reason != SUB_AGENT:
+                shared, _ = _beginning(branch, earlier)
+                num_anew += max(_num_before_actions(pieces) - shared, 0)
+        earlier.append(branch)
+    return reasons, num_anew
+
+
+def _num_before_actions(pieces: Sequence[Segment]) -> int:
+    """Up to the first sampled token."""
+    mask = np.concatenate([one.action_mask for one in pieces])
+    return int(mask.argmax()) if mask.any() else len(mask)
 
 
 def _branch(pieces: Sequence[Segment]) -> _Branch:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gspo_core.advantage import advantages_of, branch_weights, token_advantages
 from gspo_core.batch import TrainSequence
+from gspo_core.log.branches import drift
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import EpisodeKey, Group, Trajectory
 
@@ -126,7 +127,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "reward/max": rewards.max(),
         }
     metrics |= {f"stop/{reason}": count for reason, count in stops.items()}
-    metrics |= _times(trajectories) | _held_back(trajectories)
+    metrics |= _times(trajectories) | _held_back(trajectories) | _drift(trajectories)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -145,6 +146,17 @@ def _lost(groups: Sequence[Group]) -> dict[str, float]:
     if lost:
         found["episodes/lost_turns_mean"] = _mean([episode.num_turns for episode in lost])
     return found
+
+
+def _drift(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the episodes of agents: branches by the reason for which they began, and what was read anew for them."""
+    reasons, num_anew = Counter[str](), 0
+    for trajectory in trajectories:
+        found, num = drift(trajectory.segments)
+        reasons += found
+        num_anew += num
+    told = {f"branches/{reason}": float(count) for reason, count in reasons.items()}
+    return told | {"branches/tokens_read_anew": float(num_anew)} if told else {}
 
 
 def _held_back(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
-from services.gateway.canonical import of_answer, of_message, of_opening
+from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
 from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan
+
+# So much of an answer, found in another conversation's first message, is no chance.
+MIN_QUOTED_CHARS = 24
 
 
 def turn_id(attempt: int, number: int) -> str:
@@ -50,6 +53,8 @@ class Answers:
             parent=None if place.parent is None else place.parent.number,
             created_at=created_at,
             gives_no_calls=ask.choice.mode == "none",
+            instructions=of_instructions(ask.messages, place.said),
+            num_messages=len(ask.messages),
         )
 
     def digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
@@ -57,6 +62,11 @@ class Answers:
         if not entry.answer:
             self._note(entry, self._reading(entry, tools))
         return entry.answer
+
+    def is_in(self, entry: TurnEntry, text: str) -> bool:
+        """Whether ``text`` quotes what the turn said; of a few characters it might do so by chance."""
+        words = self._reading(entry, ()).text.strip()
+        return len(words) >= MIN_QUOTED_CHARS and words in text
 
     def read(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Answer:
         reading, taped = self._reading(entry, tools), self._tape.turns[entry.number]

@@ -16,6 +16,7 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolSchema
 
 _SIZE = 16
+_INSTRUCTED = b"instructions"
 _write = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -59,6 +60,12 @@ def num_opening(messages: Sequence[Message]) -> int:
 def of_opening(messages: Sequence[Message], said: Sequence[bytes]) -> bytes:
     """``said``: the digest of each message."""
     return prefixes(said[: num_opening(messages)], b"")[-1]
+
+
+def of_instructions(messages: Sequence[Message], said: Sequence[bytes]) -> bytes:
+    """Of what stands before the first message that is none."""
+    place = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return prefixes(said[:place], _INSTRUCTED)[-1]
 
 
 def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:

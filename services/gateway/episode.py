@@ -70,7 +70,7 @@ class AgentEpisode:
         self._now = now
         self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
-        self.history = History(self._digest)
+        self.history = History(self._digest, self._answers.is_in)
         self._plan = Plan(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}

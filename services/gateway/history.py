@@ -14,8 +14,18 @@ from enum import StrEnum
 
 import msgspec
 
+from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.gateway.canonical import num_opening, of_answer, of_message, of_messages, of_opening, of_tools, prefixes
+from services.gateway.canonical import (
+    num_opening,
+    of_answer,
+    of_instructions,
+    of_message,
+    of_messages,
+    of_opening,
+    of_tools,
+    prefixes,
+)
 
 _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.
@@ -28,11 +38,11 @@ class Rewritten(StrEnum):
     RESAMPLED = "resampled"
     """The request of a turn that was answered already, for another answer."""
     EDITED_HISTORY = "edited_history"
-    """It goes on from a turn that others went on from, or begins like a stored conversation and then differs."""
+    """It goes on from a turn that others went on from, or a stored conversation stands in it with other words."""
     SUB_AGENT = "sub_agent"
     """A conversation of its own, with another beginning; its instructions may be known."""
     COMPACTED = "compacted"
-    """It ends as a stored conversation does, behind another beginning."""
+    """It ends as a stored conversation does behind another beginning, or begins with what the policy said of one."""
     TOOLS_CHANGED = "tools_changed"
     """A stored conversation, with other tools."""
 
@@ -80,6 +90,10 @@ class TurnEntry(msgspec.Struct, array_like=True):
     """Tokens at the end of its prompt that begin its answer: the request said how."""
     gives_no_calls: bool = False
     """What it calls is told as text: the request asked for no calls."""
+    instructions: bytes = b""
+    """Digest of what its conversation was instructed with; empty where an older release wrote it."""
+    num_messages: int = 0
+    """Of its conversation; 0 where an older release wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +117,18 @@ class Place:
 
 
 class History:
-    """The turns of one attempt. ``answer_of`` gives the digest of a turn's answer, read with these tools."""
+    """The turns of one attempt."""
 
-    def __init__(self, answer_of: Callable[[TurnEntry, Sequence[ToolSchema]], bytes]) -> None:
+    def __init__(
+        self,
+        answer_of: Callable[[TurnEntry, Sequence[ToolSchema]], bytes],
+        is_answer_in: Callable[[TurnEntry, str], bool],
+    ) -> None:
+        """``answer_of``: the digest of a turn's answer, read with these tools. ``is_answer_in``: whether a text quotes
+        it."""
         self.entries: dict[int, TurnEntry] = {}
         self._answer_of = answer_of
+        self._is_answer_in = is_answer_in
         self._by_request: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_bare: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_digest: defaultdict[str, list[TurnEntry]] = defaultdict(list)
@@ -214,11 +235,25 @@ class History:
             return Rewritten.TOOLS_CHANGED
         entries = self.entries.values()
         begun = num_opening(messages)
-        answers = [
-            one for message, one in zip(messages[begun:], said[begun:], strict=True) if message["role"] == "assistant"
-        ]
-        ends = {of_message(message) for message in messages[begun:][-1:]}
-        if any(entry.tail in ends or entry.answer in answers[-1:] for entry in entries):
+        if ends := self._ends(messages, said, begun):
+            is_shorter = any(not entry.num_messages or num_before < entry.num_messages for entry, num_before in ends)
+            return Rewritten.COMPACTED if is_shorter else Rewritten.EDITED_HISTORY
+        opening, instructions = of_opening(messages, said), of_instructions(messages, said)
+        if any(opening == entry.opening for entry in entries):
+            return Rewritten.EDITED_HISTORY
+        texts = [text_of(message) for message in messages[:begun] if message["role"] != "system"]
+        alike = [entry for entry in entries if entry.instructions == instructions]
+        if any(self._is_answer_in(entry, text) for text in texts for entry in alike):
             return Rewritten.COMPACTED
-        opening = of_opening(messages, said)
-        return Rewritten.EDITED_HISTORY if any(opening == entry.opening for entry in entries) else Rewritten.SUB_AGENT
+        return Rewritten.SUB_AGENT
+
+    def _ends(self, messages: Sequence[Message], said: Sequence[bytes], begun: int) -> list[tuple[TurnEntry, int]]:
+        """The turns that answered the last message here, or gave the last answer, with the messages up to there."""
+        if len(messages) == begun:
+            return []
+        tail, entries = of_message(messages[-1]), self.entries.values()
+        ends = [(entry, len(messages)) for entry in entries if entry.tail == tail]
+        answers = [place for place in range(begun, len(messages)) if messages[place]["role"] == "assistant"]
+        for place in answers[-1:]:
+            ends += [(entry, place) for entry in entries if entry.answer == said[place]]
+        return ends

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence, collate
 from gspo_core.chat import HermesCodec
-from gspo_core.log.sequences import train_batch
+from gspo_core.log.sequences import group_metrics, train_batch
 from gspo_core.objective import loss_denominators, policy_loss
 from gspo_core.objective_config import AdvantageConfig, ObjectiveConfig
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
@@ -142,3 +142,30 @@ async def test_two_such_episodes_are_compared_turn_by_turn(codec: HermesCodec) -
 def _as_member(one: Segment, member: int) -> Segment:
     fields = {name: value for name, value in vars(one).items() if name not in ("num_actions", "logprob_sum")}
     return Segment(**fields | {"key": EpisodeKey(JOB, 0, member)})
+
+
+async def test_a_step_tells_why_branches_began_and_what_was_read_anew(codec: HermesCodec) -> None:
+    """What the compacted turn reads is new but for its first tokens; sub-agents read nothing twice."""
+    busy = await busy_episode(codec, {})
+    metrics = group_metrics([Group(JOB, 0, Split.TRAIN, 0, 2, (busy, plain_episode()))])
+    told = {name: value for name, value in metrics.items() if name.startswith("branches/")}
+    (compacted,) = (one for one in busy.segments if one.asked is not None and one.asked.reason == "compacted")
+    main = [one.token_ids for one in busy.segments if one.branch == 0]
+    helpers = [[one.token_ids for one in busy.segments if one.branch == branch] for branch in (1, 2)]
+    prompt = compacted.token_ids[: int(compacted.action_mask.argmax())].tolist()
+    shared = max(_num_alike(prompt, np.concatenate(ids).tolist()) for ids in (main, *helpers))
+    assert told == {
+        "branches/sub_agent": 2,
+        "branches/compacted": 1,
+        "branches/tokens_read_anew": len(prompt) - shared,
+    }
+    assert 0 < shared < len(prompt)
+    assert not any(
+        name.startswith("branches/") for name in group_metrics([Group(JOB, 0, Split.TRAIN, 0, 2, (plain_episode(),))])
+    )
+
+
+def _num_alike(one: list[int], other: list[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
