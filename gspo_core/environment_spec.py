@@ -177,10 +177,13 @@ class AgentSpec(Documented):
     alone; `posted`: the agent may post them with the key by which it samples, so it must not be the policy's to decide
     whether it does. Left out: whoever starts the agent may post them with a key of its own, and where nobody did, the
     judge's, or what is returned, stands."""
-
     rejected: Literal["mask", "train"] = Field(default="mask", exclude_if=lambda value: value == "mask")
     """What becomes of the other samples where an agent asks several times and goes on from one. `mask`: they are read
     and not trained; `train`: they get the episode's advantage like the chosen one."""
+    unsupported: Literal["refuse", "say"] = Field(default="refuse", exclude_if=lambda value: value == "refuse")
+    """What becomes of fields of a request that are not acted on here. `refuse`: the request is, by the field's name;
+    `say`: it is answered without them, and the answer's header `x-gspo-ignored` names them. What belongs to the
+    conversation, or what an answer is of no use without, is refused all the same."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

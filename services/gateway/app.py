@@ -25,7 +25,7 @@ from services.gateway.dialects.faults import final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
-from services.gateway.dialects.sent import Reader, Sent
+from services.gateway.dialects.sent import Reader, Sent, without_index
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.receipts import Receipts
@@ -89,6 +89,7 @@ class _Routes:
             model=question.model,
             user=user_of(question.body),
             dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
+            unsupported=question.unsupported,
         )
         answering: Answering = await self._turns.ask(key, ask)
         model = question.model if question.model in names else names[0]
@@ -102,7 +103,7 @@ class _Routes:
         key = key_of(request.headers)
         names = await self._turns.model_names(key)
         question = _COUNTING.read(await read_json(request), request.headers)
-        count = await self._turns.count_tokens(key, question.ask)
+        count = await self._turns.count_tokens(key, replace(question.ask, unsupported=question.unsupported))
         return json_reply({"input_tokens": count}, _ignored(question, names))
 
     async def models(self, request: Request) -> Response:
@@ -121,7 +122,7 @@ class _Routes:
 
     async def reward(self, request: Request) -> Response:
         key, sent = key_of(request.headers), Sent(await read_json(request))
-        taken = Reader(EPISODE).take(sent)
+        taken = Reader(EPISODE, is_strict=True).take(sent)
         reward, turn, token = taken.need("reward"), taken.get("turn"), taken.get("token")
         value = reward.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -139,7 +140,7 @@ class _Routes:
     async def receipt(self, request: Request) -> Response:
         key, sent = key_of(request.headers), Sent(await read_json(request))
         await self._turns.model_names(key)
-        taken = Reader(RECEIPT).take(sent)
+        taken = Reader(RECEIPT, is_strict=True).take(sent)
         await self._receipts.settle(key, taken.need("turn").name(), is_delivered=taken.need("delivered").flag())
         return json_reply({}, {})
 
@@ -166,8 +167,9 @@ def _name_of(path: str) -> str:
 
 
 def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:
-    """Tells what the client asked for and the job decides."""
-    ignored = [*question.ignored, *(["model"] if question.model not in names else [])]
+    """Tells what the client asked for and the job decides, or has passed over."""
+    passed_over = dict.fromkeys(without_index(one.param) for one in question.unsupported)
+    ignored = [*question.ignored, *passed_over, *(["model"] if question.model not in names else [])]
     return {"x-gspo-ignored": ",".join(ignored)} if ignored else {}
 
 

@@ -128,6 +128,7 @@ class AgentEpisode:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
         ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
+        self._check_supported(ask)
         turn = self._again(ask) or self._begin(ask)
         return Delivery(turn, self._keep_delivery, self._setting.counters)
 
@@ -146,6 +147,7 @@ class AgentEpisode:
     def count_tokens(self, ask: Ask) -> int:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
+        self._check_supported(ask)
         return self._plan.beginning(self._plan.place(ask), ask).num_prompt
 
     async def reward(self, value: float, turn: str = "", token: str = "", *, pays: bool = False) -> None:
@@ -181,6 +183,13 @@ class AgentEpisode:
             raise Refusal(RefusalKind.ENDED, "this episode has ended")
         if self.failure.done():
             raise self._lost()
+
+    def _check_supported(self, ask: Ask) -> None:
+        if not ask.unsupported:
+            return
+        if not self._order.says_unsupported:
+            raise ask.unsupported[0]
+        self._setting.counters.add("fields/passed_over", len(ask.unsupported))
 
     # which turn a request is
 

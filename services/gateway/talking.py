@@ -115,6 +115,8 @@ class Talking:
         """By trace, each with its key; the one that was silent longest first."""
 
     async def ask(self, key: str, ask: Ask) -> Delivery:
+        if ask.unsupported:
+            raise ask.unsupported[0]  # no job says otherwise
         presented, _ = await self._known(key, num_turns=1)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)

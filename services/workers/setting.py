@@ -191,6 +191,8 @@ class Order:
     """That its environment states."""
     trains_rejected: bool = False
     """Also samples beside the one that its agent went on from."""
+    says_unsupported: bool = False
+    """Fields of requests that are not acted on are said, and not refused."""
     evidence_bytes: int = 0
     """Kept of what its reward was made from."""
     is_one_of_several: bool = False
@@ -232,6 +234,7 @@ class Order:
             judge=None if agent is None else agent.judge,
             rewards_from=None if agent is None else agent.rewards,
             trains_rejected=agent is not None and agent.rejected == "train",
+            says_unsupported=agent is not None and agent.unsupported == "say",
             reward_range=None if agent is None else environment.reward_range,
             reward_deadline_s=spec.rewards.deadline_s,
             evidence_bytes=spec.rewards.evidence_bytes if keeps_evidence else 0,

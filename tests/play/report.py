@@ -116,7 +116,8 @@ FOOT = """
 be gone on from, sub-agents left out. `prompts`: tokens of the shortest that began an episode, and of the longest.
 `load`: of the machine, at the end of the row. smolagents tells the policy in words of its own what it called ("Calling
 tools: ..."), so that nearly each of its turns begins a branch (`edited_history`), and reads its history anew.
-`compacted` of openai-agents counts its handovers too, which put other instructions before the same conversation;
+`edited_history` of openai-agents counts its handovers too, which put other instructions before the same conversation
+(`compacted` in rows of before 2026-11-27, as was a reminder that moved);
 `assistant_message` are the turns behind one, whose history holds words that were sampled in another branch.
 """
 

@@ -25,8 +25,9 @@ client likes.
 
 Nothing is passed over in silence. A field is acted on; or the job decides instead, and the answer names it in the
 header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, with the reason. A field that is not
-below is refused. The name of a model is taken as it comes: the policy answers, and the header names `model` where it
-is called otherwise.
+below is refused. With `agent.unsupported: say` a job has what would be refused passed over, and named in the same
+header: but for what stands in the conversation itself, and for what an answer is of no use without (`vital`). The name
+of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise.
 
 Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
 tokens. Their `id` is that of the turn, for a reward of its own.
@@ -87,7 +88,8 @@ def section(fields: Fields) -> Iterator[str]:
             if isinstance(rule, Only):
                 where = f"{place}.{name}".lstrip(".")
                 values = " or ".join(f"`{msgspec.json.encode(one).decode()}`" for one in rule.values)
-                yield f"| `{where}`: {values or 'not at all'} | {rule.why} |\n"
+                vital = " (vital)" if rule.is_vital else ""
+                yield f"| `{where}`: {values or 'not at all'} | {rule.why}{vital} |\n"
 
 
 def names(rules: Mapping[str, Rule], kind: str) -> str:

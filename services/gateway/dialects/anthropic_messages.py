@@ -71,7 +71,7 @@ class AnthropicMessages:
         )
         stream = taken.get("stream")
         is_stream = stream is not None and stream.flag()
-        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
+        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported)
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
         blocks: list[JSON] = []

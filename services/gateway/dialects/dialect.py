@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gspo_core.json_value import JSON
 from services.gateway.dialects.faults import Fault
-from services.gateway.turns import Answer, Ask, Piece, VersionSpan
+from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Question:
     ignored: tuple[str, ...]
     """Fields that the job decides."""
     body: Mapping[str, JSON]
+    unsupported: tuple[Refusal, ...] = ()
+    """Of fields that are refused, unless the job has them said."""
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
 

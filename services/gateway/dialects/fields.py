@@ -2,7 +2,8 @@
 
 Rule: a field stands here as acted on (``READ``), as decided by the job (``Decided``: the answer names it in the header
 ``x-gspo-ignored``), as harmless, or as allowed only where it says what happens anyway (``Only``). A field that does not
-stand here is refused.
+stand here is refused; where a job has such fields said (``unsupported: say``), the header names them, if they belong
+neither to the conversation nor to what an answer is of no use without.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ OPENAI_CHAT: Fields = {
         "logit_bias": Only({}, why=NO_BIAS),
         "modalities": Only(["text"], why=NO_OTHER_MEDIA),
         "audio": Only(why=NO_OTHER_MEDIA),
-        "functions": Only(why=NO_OLD_CALLS),
-        "function_call": Only(why=NO_OLD_CALLS),
+        "functions": Only(why=NO_OLD_CALLS, is_vital=True),
+        "function_call": Only(why=NO_OLD_CALLS, is_vital=True),
         "web_search_options": Only(why=NO_SERVER_TOOLS),
         "moderation": Only(why=NO_SERVER_TOOLS),
     },
@@ -136,11 +137,11 @@ OPENAI_RESPONSES: Fields = {
         "tool_choice": READ,
         "parallel_tool_calls": READ,
         "store": Only(False, why=NO_STORE),
-        "background": Only(False, why=NO_STORE),
-        "background_options": Only(why=NO_STORE),
-        "previous_response_id": Only(why=NO_STORE),
-        "conversation": Only(why=NO_STORE),
-        "prompt": Only(why=NO_STORE),
+        "background": Only(False, why=NO_STORE, is_vital=True),
+        "background_options": Only(why=NO_STORE, is_vital=True),
+        "previous_response_id": Only(why=NO_STORE, is_vital=True),
+        "conversation": Only(why=NO_STORE, is_vital=True),
+        "prompt": Only(why=NO_STORE, is_vital=True),
         "context_management": Only([], why=NO_CONTEXT_EDITS),
         "truncation": Only("disabled", why=NO_CONTEXT_EDITS),
         "top_logprobs": Only(0, why=NO_LOGPROBS),

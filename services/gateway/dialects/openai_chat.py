@@ -56,6 +56,7 @@ class OpenAIChat:
             ignored=reader.ignored,
             body=sent.object(),
             wants_usage=_wants_usage(reader, taken.get("stream_options")),
+            unsupported=reader.unsupported,
         )
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
@@ -213,10 +214,11 @@ def _call(reader: Reader, sent: Sent) -> MessageCall:
 
 
 def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+    kind = sent.object().get("type")
+    if kind not in (None, "function"):
+        raise sent.fault(f"is of type {kind}: there are no other tools than functions here")
     taken = reader.take(sent)
-    kind = taken.need("type")
-    if kind.value != "function":
-        raise kind.fault("must be function: there are no other tools here")
+    taken.need("type")
     function = reader.take(taken.need("function"))
     return asks.tool(function.need("name"), function.get("description"), function.get("parameters"))
 

@@ -55,7 +55,7 @@ class OpenAIResponses:
             single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(functions),
         )
         is_stream = stream is not None and stream.flag()
-        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
+        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported)
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
         return _response(question, Heading(answer.id, answer.created_at, model, answer.usage.num_prompt_tokens), answer)

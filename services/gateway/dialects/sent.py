@@ -1,7 +1,8 @@
 """Reads a request field by field: every value knows where it stands, and no field is passed over in silence.
 
 Rule: a field that is not in the table of its dialect is refused by its name, and so is one whose value would mean
-something that is not done here. What the job decides instead of the client is noted in ``Reader.ignored``.
+something that is not done here; beside the conversation, a job may have such fields said instead, so they are noted in
+``Reader.unsupported``. What the job decides instead of the client is noted in ``Reader.ignored``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from gspo_core.json_value import JSON
 from services.gateway.turns import Refusal, RefusalKind
 
 _INDEX = re.compile(r"\[\d+\]")
+CONVERSATION = ("messages[", "input[", "system[")
+
+
+def without_index(place: str) -> str:
+    return _INDEX.sub("", place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +43,11 @@ class Decided:
 class Only:
     """What these values say happens anyway; any other would mean something that is not done here."""
 
-    def __init__(self, *values: JSON, why: str) -> None:
+    def __init__(self, *values: JSON, why: str, is_vital: bool = False) -> None:
+        """``is_vital``: an answer that passes it over is of no use to anybody."""
         self.values = values
         self.why = why
+        self.is_vital = is_vital
 
 
 Rule: TypeAlias = Read | Harmless | Decided | Only
@@ -126,16 +134,30 @@ class Taken:
 class Reader:
     """Reads one request by the table of its dialect."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, *, is_strict: bool = False) -> None:
+        """``is_strict``: nothing is passed over, whatever a job says."""
         self._fields = fields
+        self._is_strict = is_strict
         self._ignored: dict[str, None] = {}
+        self._unsupported: list[Refusal] = []
 
     @property
     def ignored(self) -> tuple[str, ...]:
         return tuple(self._ignored)
 
+    @property
+    def unsupported(self) -> tuple[Refusal, ...]:
+        """Of fields that would be refused here, where the job does not say otherwise."""
+        return tuple(self._unsupported)
+
     def ignore(self, place: str) -> None:
-        self._ignored[_INDEX.sub("", place)] = None
+        self._ignored[without_index(place)] = None
+
+    def _refuse(self, refusal: Refusal, *, is_vital: bool = False) -> None:
+        """What belongs to the conversation is never passed over: the policy would answer another one."""
+        if is_vital or self._is_strict or refusal.param.startswith(CONVERSATION):
+            raise refusal
+        self._unsupported.append(refusal)
 
     def take(self, sent: Sent) -> Taken:
         """An object's fields that are acted on. Null says nothing. Raises ``Refusal``."""
@@ -144,7 +166,8 @@ class Reader:
         for name, field in sent.members():
             rule = rules.get(name)
             if rule is None:
-                raise field.fault("is a field that this gateway does not know, so it is not passed over")
+                self._refuse(field.fault("is a field that this gateway does not know, so it is not passed over"))
+                continue
             if field.value is None:
                 continue
             if isinstance(rule, Read):
@@ -152,7 +175,7 @@ class Reader:
             elif isinstance(rule, Decided) and not _is_one_of(field.value, rule.idle):
                 self.ignore(field.place)
             elif isinstance(rule, Only) and not _is_one_of(field.value, rule.values):
-                raise field.fault(rule.why)
+                self._refuse(field.fault(rule.why), is_vital=rule.is_vital)
         return Taken(sent, taken)
 
 

@@ -519,3 +519,18 @@ async def test_samples_that_an_agent_did_not_go_on_from_are_not_trained(codec: H
     await alone.ask(HI)
     await alone.ask(HI)
     assert alone.episode.history.rejected(alone.episode.history.had()) == set()  # nobody knows which was chosen
+
+
+async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec: HermesCodec) -> None:
+    fault = Refusal(RefusalKind.INVALID, "n must be 1", param="n")
+    says = {"environments": [{"ref": "tests:Counter", "agent": {"pull": True, "unsupported": "say"}}]}
+    strict, lenient = bench(codec, "One."), bench(codec, "One.", **says)
+    for call in (strict.ask(HI, unsupported=(fault,)), _counted(strict, fault)):
+        assert (await refused(call)).param == "n"
+    assert (await lenient.ask(HI, unsupported=(fault,))).text == "One."
+    assert lenient.counters["fields/passed_over"] == 1
+    assert not strict.policy.served
+
+
+async def _counted(one: Bench, fault: Refusal) -> int:
+    return one.episode.count_tokens(request(HI, unsupported=(fault,)))

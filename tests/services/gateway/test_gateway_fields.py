@@ -99,8 +99,11 @@ def with_field(dialect: str, place: str, name: str, value: Any) -> tuple[Wire, s
 
 
 def read(dialect: str, body: Wire) -> tuple[str, ...]:
-    """The ignored fields of a request."""
-    return DIALECTS[SPEAKERS[dialect].path].read(body, {}).ignored
+    """The ignored fields of a request, for a job that has nothing passed over."""
+    question = DIALECTS[SPEAKERS[dialect].path].read(body, {})
+    if question.unsupported:
+        raise question.unsupported[0]
+    return question.ignored
 
 
 @pytest.mark.parametrize("dialect", TABLES)
@@ -140,6 +143,33 @@ def test_a_field_that_is_in_no_table_is_refused_by_its_name(dialect: str, place:
         assert refused.value.param == where
 
 
+@pytest.mark.parametrize(("dialect", "place", "name", "rule"), ROWS)
+def test_a_job_may_have_said_what_is_not_acted_on_but_for_what_answers_need(
+    dialect: str, place: str, name: str, rule: Rule
+):
+    body, where = with_field(dialect, place, name, {"something": "else"})
+    if not isinstance(rule, Only):
+        return
+    dialects = DIALECTS[SPEAKERS[dialect].path]
+    if rule.is_vital or place.startswith(("messages", "input", "system")):
+        with pytest.raises(Refusal):
+            dialects.read(body, {})
+    else:
+        question = dialects.read(body, {})
+        assert [(one.kind, one.param) for one in question.unsupported] == [(RefusalKind.INVALID, where)]
+        whole = dialects.read(FULL[dialect], {})
+        assert question.ask == whole.ask
+
+
+def test_an_answer_of_no_use_is_no_answer_also_where_much_is_passed_over():
+    """Whoever sends these has not sent the conversation, or reads the answer elsewhere."""
+    vital = {name for table in TABLES.values() for name, rule in table[""].items() if getattr(rule, "is_vital", False)}
+    assert vital == {
+        *("previous_response_id", "conversation", "prompt", "background", "background_options"),
+        *("functions", "function_call"),
+    }
+
+
 _CHAT_TOOLS: Wire = {"tools": [{"type": "function", "function": {**_TOOL}}]}
 MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("chat", {"model": None}, "model"),
@@ -153,8 +183,7 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
-    ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom"),
-    ("chat", {"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ("chat", {"tools": [{"type": "custom"}]}, "tools[0]"),
     ("chat", {"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools[1]"),
     ("chat", {"max_tokens": 0}, "max_tokens"),
     ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -252,7 +281,10 @@ NONCE = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={}
 def asked(dialect: str, changes: Wire) -> Question:
     speaker = SPEAKERS[dialect]
     body = speaker.body([{"role": "user", "content": "x"}]) | changes
-    return DIALECTS[speaker.path].read(body, {})
+    question = DIALECTS[speaker.path].read(body, {})
+    if question.unsupported:
+        raise question.unsupported[0]
+    return question
 
 
 def test_texts_that_differ_in_each_request_are_left_out_and_named():

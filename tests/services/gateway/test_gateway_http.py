@@ -394,6 +394,20 @@ async def test_prompts_are_counted_without_a_turn():
     assert (turns.asks, turns.num_counted) == ([], 1)
 
 
+async def test_what_a_job_has_passed_over_is_handed_on_and_named():
+    speaker, turns = SPEAKERS["chat"], FakeTurns([Scripted("yes")])
+    tool = {"type": "function", "surprise": 1, "function": {"name": "f", "wonder": 2}}
+    body = body_of(speaker, temperature=1, n=2, tools=[tool])
+    async with serving(turns) as gateway:
+        answer = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+        vital = await gateway.http.post(speaker.path, json=body | {"functions": []}, headers=speaker.headers)
+        strict = await gateway.http.post("/v1/episode/reward", json={"reward": 1, "more": 2}, headers=BEARER)
+    assert answer.headers["x-gspo-ignored"] == "temperature,n,tools.surprise,tools.function.wonder"
+    assert [one.param for one in turns.asks[0].unsupported] == ["n", "tools[0].surprise", "tools[0].function.wonder"]
+    assert (vital.status_code, vital.json()["error"]["param"]) == (400, "functions")
+    assert (strict.status_code, strict.json()["error"]["param"]) == (400, "more")
+
+
 async def test_rewards_and_the_end_are_handed_on():
     turns = FakeTurns()
     async with serving(turns) as gateway:
