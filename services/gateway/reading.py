@@ -41,9 +41,7 @@ def read(
     parsed = codec.parse(sampled, tools)
     calls = tuple(call for call in parsed.calls if _is_readable(call) and gives_calls)
     text = parsed.text
-    if parsed.calls and not calls and gives_calls:
-        text = str(codec.message(sampled, tools, turn=parsed).get("content") or "")
-    elif len(calls) < len(parsed.calls):
+    if len(calls) < len(parsed.calls):
         odd = [codec.tokenizer.decode(sampled[one.start : one.end]) for one in parsed.calls if one not in calls]
         text = "\n".join([text, *odd]).strip()
     hidden = overlap.rstrip()

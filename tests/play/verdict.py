@@ -103,8 +103,18 @@ def _check_tokens(part: Part) -> None:
     else:  # what is behind a stop text is not
         assert set(actions) <= set(sampled)
     trained = [value for branch in _branches(part) for value in branch]
-    assert sorted(trained) == sorted(actions), "not each sampled token is trained once"
-    assert record[-1].untrained_turns == ()
+    chosen = [value for value in actions if value not in _rejected(part)]
+    assert sorted(trained) == sorted(chosen), "not each sampled token is trained once"
+
+
+def _rejected(part: Part) -> set[float]:
+    """The log-probs of samples that were taken for an equal request, and nobody went on from."""
+    untrained = part.record[-1].untrained_turns
+    parents = {one.asked.parent for one in part.record if one.asked is not None}
+    assert len(untrained) <= reasons_of(part)["resampled"], f"{len(untrained)} turns are not trained"
+    assert not parents & set(untrained), "a turn that others go on from is not trained"
+    pieces = [one.behavior_logprobs[one.action_mask].tolist() for one in part.record if one.turn in untrained]
+    return {value for piece in pieces for value in piece}
 
 
 def _check_requests(part: Part) -> None:

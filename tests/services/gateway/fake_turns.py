@@ -99,11 +99,14 @@ class FakeTurns:
     asks: list[Ask] = field(default_factory=list)
     answerings: list[FakeAnswering] = field(default_factory=list)
     rewards: list[tuple[float, str, str]] = field(default_factory=list)
+    says_unsupported: bool = False
     num_finished: int = 0
     num_counted: int = 0
 
     async def ask(self, key: str, ask: Ask) -> FakeAnswering:
         self._admit(key)
+        if ask.unsupported and not self.says_unsupported:
+            raise ask.unsupported[0]
         self.asks.append(ask)
         scripted = self.script.pop(0) if self.script else Scripted(str(ask.messages[-1].get("content")))
         if isinstance(scripted, Refusal):

@@ -534,3 +534,21 @@ async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec:
 
 async def _counted(one: Bench, fault: Refusal) -> int:
     return one.episode.count_tokens(request(HI, unsupported=(fault,)))
+
+
+@pytest.mark.parametrize("with_others", [False, True])
+async def test_a_call_of_a_tool_that_was_not_offered_is_seen_as_it_was_written(
+    codec: HermesCodec, with_others: bool
+) -> None:
+    """An answer of nothing tells an agent nothing, and some take it for a broken one and ask again."""
+    speech = Speech(codec)
+    wrong, right = speech.call("fly", amount=1), speech.call("add", amount=2)
+    said_ids = [*wrong[:-1], *right] if with_others else wrong
+    one = Bench(codec, policy=BabblingPolicy(codec, random.Random(0), [said_ids, speech.say("done")]))
+    answer = await one.ask(HI, tools=(ADD,))
+    assert answer.text.startswith("<tool_call>")
+    assert '"fly"' in answer.text
+    assert [call.name for call in answer.calls] == ["add"] * with_others
+    results: list[Message] = [{"role": "tool", "tool_call_id": call_id, "content": "2"} for call_id in answer.call_ids]
+    await one.ask(HI, said(answer), *results, user("go on"), tools=(ADD,))
+    assert "drift/forks" not in one.counters

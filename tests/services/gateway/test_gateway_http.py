@@ -395,7 +395,7 @@ async def test_prompts_are_counted_without_a_turn():
 
 
 async def test_what_a_job_has_passed_over_is_handed_on_and_named():
-    speaker, turns = SPEAKERS["chat"], FakeTurns([Scripted("yes")])
+    speaker, turns = SPEAKERS["chat"], FakeTurns([Scripted("yes")], says_unsupported=True)
     tool = {"type": "function", "surprise": 1, "function": {"name": "f", "wonder": 2}}
     body = body_of(speaker, temperature=1, n=2, tools=[tool])
     async with serving(turns) as gateway:
