@@ -38,7 +38,8 @@ POLL_S = 0.005
 class Babbler:
     """``cues`` say how the next turns are spoken; without one it is random.
 
-    A cue is ``text``, ``calls:NUMBER``, ``call:NAME``, ``call:NAME=ARGUMENT``, ``code:``, ``code:final`` or ``noise``.
+    A cue is ``text``, ``calls:NUMBER``, ``call:NAME``, ``call:NAME=ARGUMENT``, ``code:``, ``code:final``, ``noise``,
+    ``exactly:CALLS`` (a list of calls in JSON) or ``say:WORDS``.
     """
 
     codec: HermesCodec
@@ -121,6 +122,10 @@ class Babbler:
             return [*said, *self._calls(int(number))]
         if name == "call":
             return self._tagged(self._cued(number))
+        if name == "exactly":
+            return [token for call in json.loads(number) for token in self._tagged(json.dumps(call))]
+        if name == "say":
+            return self._encode(number)
         if name == "code":
             return self._encode(f"Thought: {self._some()}\n<code>\n{self._code(number)}\n</code>{self._some()}")
         return self._noise()

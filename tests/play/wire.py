@@ -21,6 +21,7 @@ _TURN = re.compile(rb"turn-\d+-(\d+)")
 _TEXTS = ("instructions", "system", "messages", "input")
 _MOST = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _MARK = re.compile(MARK)
+_MESSAGE = re.compile(rb'"error":.{0,60}"message":"([^"]{1,80})')
 
 
 @dataclass
@@ -35,22 +36,28 @@ class Request:
         return None if found is None else int(found[1])
 
     @property
+    def refused(self) -> str:
+        """The beginning of why it was, for the last time; empty where it was answered."""
+        found = _MESSAGE.search(bytes(self.answered))
+        return "" if found is None or self.turn is not None else found[1].decode(errors="replace")
+
+    @property
     def marks(self) -> list[str]:
         """Of the texts that agents wrote, in the order of the conversation."""
-        body = self._body
+        body = self.body
         return [mark for name in _TEXTS for text in _strings(body.get(name)) for mark in marks_in(text)]
 
     @property
     def stops(self) -> Sequence[str]:
-        given = self._body.get("stop") or self._body.get("stop_sequences") or ()
+        given = self.body.get("stop") or self.body.get("stop_sequences") or ()
         return (given,) if isinstance(given, str) else given
 
     @property
     def max_tokens(self) -> int | None:
-        return next((self._body[name] for name in _MOST if self._body.get(name) is not None), None)
+        return next((self.body[name] for name in _MOST if self.body.get(name) is not None), None)
 
     @property
-    def _body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self.sent)
         return body
 

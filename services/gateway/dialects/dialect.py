@@ -7,11 +7,12 @@ tells, in the order reasoning, text, calls.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.json_value import JSON
 from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.tool_forms import Forms
 from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
 
 
@@ -28,6 +29,8 @@ class Question:
     body: Mapping[str, JSON]
     unsupported: tuple[Refusal, ...] = ()
     """Of fields that are refused, unless the job has them said."""
+    forms: Forms = field(default_factory=dict)
+    """Of tools that are no functions to the client."""
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
 

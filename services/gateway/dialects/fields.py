@@ -85,8 +85,9 @@ OPENAI_CHAT: Fields = {
         "web_search_options": Only(why=NO_SERVER_TOOLS),
         "moderation": Only(why=NO_SERVER_TOOLS),
     },
-    "tool_choice": {"type": READ, "function": READ},
+    "tool_choice": {"type": READ, "function": READ, "custom": READ},
     "tool_choice.function": {"name": READ},
+    "tool_choice.custom": {"name": READ},
     "stream_options": {"include_usage": READ, "include_obfuscation": HARMLESS},
     "messages[]": {
         "role": READ,
@@ -110,10 +111,25 @@ OPENAI_CHAT: Fields = {
         "format": HARMLESS,
         "index": HARMLESS,
     },
-    "messages[].tool_calls[]": {"id": READ, "type": READ, "function": READ, "index": HARMLESS},
+    "messages[].tool_calls[]": {"id": READ, "type": READ, "function": READ, "custom": READ, "index": HARMLESS},
+    "messages[].tool_calls[].custom": {"name": READ, "input": READ},
     "messages[].tool_calls[].function": {"name": READ, "arguments": READ},
-    "tools[]": {"type": READ, "function": READ, "cache_control": HARMLESS},
+    "tools[]": {"type": READ, "function": READ, "custom": READ, "cache_control": HARMLESS},
+    "tools[].custom": {"name": READ, "description": READ, "format": READ},
     "tools[].function": {"name": READ, "description": READ, "parameters": READ, "strict": Decided(False)},
+}
+
+_RESPONSES_TOOL: dict[str, Rule] = {
+    "type": READ,
+    "name": READ,
+    "description": READ,
+    "parameters": READ,
+    "format": READ,
+    "strict": Decided(False),
+    "output_schema": Only(why=NO_EXTRA_WORDS),
+    "defer_loading": Only(False, why=NO_SERVER_TOOLS),
+    "allowed_callers": Only(["direct"], why=NO_SERVER_TOOLS),
+    "async": Only(False, why="cannot be acted on: a call is answered before the next turn"),
 }
 
 OPENAI_RESPONSES: Fields = {
@@ -158,6 +174,7 @@ OPENAI_RESPONSES: Fields = {
         "call_id": READ,
         "name": READ,
         "arguments": READ,
+        "input": READ,
         "output": READ,
         "summary": READ,
         "id": HARMLESS,
@@ -165,23 +182,14 @@ OPENAI_RESPONSES: Fields = {
         "phase": HARMLESS,
         "encrypted_content": HARMLESS,
         "caller": Only({"type": "direct"}, why=NO_SERVER_TOOLS),
-        "namespace": Only(why="cannot be acted on: tools have plain names here"),
+        "namespace": READ,
         "async": Only(False, why="cannot be acted on: a call is answered before the next turn"),
     },
     "input[].content[]": _TEXT_PART,
     "input[].output[]": _TEXT_PART,
     "input[].summary[]": _TEXT_PART,
-    "tools[]": {
-        "type": READ,
-        "name": READ,
-        "description": READ,
-        "parameters": READ,
-        "strict": Decided(False),
-        "output_schema": Only(why=NO_EXTRA_WORDS),
-        "defer_loading": Only(False, why=NO_SERVER_TOOLS),
-        "allowed_callers": Only(["direct"], why=NO_SERVER_TOOLS),
-        "async": Only(False, why="cannot be acted on: a call is answered before the next turn"),
-    },
+    "tools[]": {**_RESPONSES_TOOL, "tools": READ},
+    "tools[].tools[]": _RESPONSES_TOOL,
 }
 
 # Claude Code asks for it: nothing is cleared.

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, MessageCall, ToolSchema
+from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
 from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_CHAT
 from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.tool_forms import Form, Forms, arguments_of, form_of, text_tool, told_id, told_text
 from services.gateway.sse import COMMENT, event
 from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
@@ -37,7 +38,8 @@ class OpenAIChat:
         messages = taken.need("messages")
         read = [_message(reader, one) for one in messages.items()]
         sent_tools = taken.get("tools")
-        tools = asks.distinct((one, _tool(reader, one)) for one in sent_tools.items()) if sent_tools else []
+        forms: dict[str, Form] = {}
+        tools = asks.distinct((one, _tool(reader, one, forms)) for one in sent_tools.items()) if sent_tools else []
         ask = asks.make_ask(
             asks.not_empty(read, messages),
             tools,
@@ -57,6 +59,7 @@ class OpenAIChat:
             body=sent.object(),
             wants_usage=_wants_usage(reader, taken.get("stream_options")),
             unsupported=reader.unsupported,
+            forms=forms,
         )
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
@@ -64,7 +67,7 @@ class OpenAIChat:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [*_calls(answer)]
+            message["tool_calls"] = [*_calls(answer, question.forms)]
             message["content"] = answer.text or None
         choice: JSON = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
         return {
@@ -78,15 +81,16 @@ class OpenAIChat:
         }
 
     def writer(self, question: Question, heading: Heading) -> ChatWriter:
-        return ChatWriter(heading, wants_usage=question.wants_usage)
+        return ChatWriter(heading, question.forms, wants_usage=question.wants_usage)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
         return fault.status, {"error": error(fault)}
 
 
 class ChatWriter:
-    def __init__(self, heading: Heading, *, wants_usage: bool) -> None:
+    def __init__(self, heading: Heading, forms: Forms, *, wants_usage: bool) -> None:
         self._heading = heading
+        self._forms = forms
         self._wants_usage = wants_usage
         self._told = Told()
 
@@ -107,7 +111,7 @@ class ChatWriter:
 
     def end(self, answer: Answer) -> bytes:
         out = self.piece(self._told.rest(answer))
-        for index, call in enumerate(_calls(answer)):
+        for index, call in enumerate(_calls(answer, self._forms)):
             out += self._delta({"tool_calls": [{"index": index, **call}]})
         out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}], answer)
         if self._wants_usage:
@@ -207,19 +211,31 @@ def _reasoning(reader: Reader, taken: Taken) -> str:
 def _call(reader: Reader, sent: Sent) -> MessageCall:
     taken = reader.take(sent)
     call_id, kind = taken.need("id"), taken.get("type")
+    if kind is not None and kind.value == "custom":
+        custom = reader.take(taken.need("custom"))
+        taken.end("a call of a custom tool")
+        return asks.call(call_id, custom.need("name"), arguments_of(call_id, custom.need("input")))
     if kind is not None and kind.value != "function":
-        raise kind.fault("must be function")
+        raise kind.fault("must be function or custom")
     function = reader.take(taken.need("function"))
+    taken.end("a call of a function")
     return asks.call(call_id, function.need("name"), asks.parsed(function.need("arguments")))
 
 
-def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+def _tool(reader: Reader, sent: Sent, forms: dict[str, Form]) -> ToolSchema:
     kind = sent.object().get("type")
-    if kind not in (None, "function"):
-        raise sent.fault(f"is of type {kind}: there are no other tools than functions here")
+    if kind not in (None, "function", "custom"):
+        raise sent.fault(f"is of type {kind}: there are no other tools than functions and custom ones here")
     taken = reader.take(sent)
     taken.need("type")
+    if kind == "custom":
+        custom = reader.take(taken.need("custom"))
+        form = Form(custom.need("name").name(), is_text=True)
+        forms[form.full_name] = form
+        taken.end("a custom tool")
+        return text_tool(reader, custom, form)
     function = reader.take(taken.need("function"))
+    taken.end("a function")
     return asks.tool(function.need("name"), function.get("description"), function.get("parameters"))
 
 
@@ -228,9 +244,12 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> T
         return AUTO
     if isinstance(sent.value, str):
         return asks.choose(sent, said_choice(sent), tools)
-    needs_function(sent)
-    function = reader.take(reader.take(sent).need("function"))
-    return asks.choose(sent, ToolChoice("required", function.need("name").name()), tools)
+    kind = needs_tool(sent)
+    taken = reader.take(sent)
+    taken.need("type")
+    named = reader.take(taken.need(kind))
+    taken.end(f"a choice of type {kind}")
+    return asks.choose(sent, ToolChoice("required", named.need("name").name()), tools)
 
 
 def said_choice(sent: Sent) -> ToolChoice:
@@ -244,22 +263,28 @@ def said_choice(sent: Sent) -> ToolChoice:
     return AUTO
 
 
-def needs_function(sent: Sent) -> None:
-    """Of the other kinds of choices, only that of a function can be acted on."""
+def needs_tool(sent: Sent) -> str:
+    """The kind of the tool that is to be called; of the other kinds of choices, none can be acted on."""
     kind = sent.object().get("type")
-    if kind != "function":
-        raise sent.fault(f"is of type {kind}, which cannot be acted on: it may be auto, none, required or a function")
+    if kind not in ("function", "custom"):
+        raise sent.fault(f"is of type {kind}, which cannot be acted on: it may be auto, none, required or a tool")
+    return str(kind)
 
 
-def _calls(answer: Answer) -> list[dict[str, JSON]]:
-    return [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments_text(call.arguments)},
-        }
-        for call_id, call in zip(answer.call_ids, answer.calls, strict=True)
-    ]
+def _calls(answer: Answer, forms: Forms) -> list[dict[str, JSON]]:
+    return [_told_call(call_id, call, forms) for call_id, call in zip(answer.call_ids, answer.calls, strict=True)]
+
+
+def _told_call(call_id: str, call: ToolCall, forms: Forms) -> dict[str, JSON]:
+    form = form_of(forms, call.name)
+    if form.is_text:
+        custom: JSON = {"name": form.name, "input": told_text(call.arguments)}
+        return {"id": told_id(call_id, call.arguments, form), "type": "custom", "custom": custom}
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments_text(call.arguments)},
+    }
 
 
 def _usage(usage: Usage) -> JSON:

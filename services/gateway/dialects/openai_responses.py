@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, ToolSchema
+from gspo_core.messages import Message, ToolCall, ToolSchema
 from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_RESPONSES
-from services.gateway.dialects.openai_chat import arguments_text, error, needs_function, said_choice
+from services.gateway.dialects.openai_chat import arguments_text, error, needs_tool, said_choice
 from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.tool_forms import (
+    Form,
+    Forms,
+    arguments_of,
+    form_of,
+    joined,
+    text_tool,
+    told_id,
+    told_text,
+)
 from services.gateway.sse import event
 from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
@@ -43,7 +53,8 @@ class OpenAIResponses:
         options, max_tokens, stream = taken.get("text"), taken.get("max_output_tokens"), taken.get("stream")
         if options is not None:
             reader.take(options)
-        functions = asks.distinct(_tools(reader, tools)) if tools else []
+        forms: dict[str, Form] = {}
+        functions = asks.distinct(_tools(reader, tools, forms)) if tools else []
         ask = asks.make_ask(
             messages,
             functions,
@@ -55,7 +66,9 @@ class OpenAIResponses:
             single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(functions),
         )
         is_stream = stream is not None and stream.flag()
-        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported)
+        return Question(
+            ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported, forms
+        )
 
     def whole(self, question: Question, model: str, answer: Answer) -> JSON:
         return _response(question, Heading(answer.id, answer.created_at, model, answer.usage.num_prompt_tokens), answer)
@@ -65,6 +78,21 @@ class OpenAIResponses:
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
         return fault.status, {"error": error(fault)}
+
+
+# What a call says, by the type of its item: the name of the field, and of its events.
+_SAID = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+_ITEMS = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+)
 
 
 class ResponsesWriter:
@@ -97,7 +125,7 @@ class ResponsesWriter:
             out += self._continue("message", "")
         # Behind reasoning there is always something, so that it is never what was cut off.
         out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
-        for item in _call_items(answer):
+        for item in _call_items(answer, self._question.forms):
             out += self._tell_call(item)
         whole = _response(self._question, self._heading, answer)
         return out + self._event(f"response.{whole['status']}", {"response": whole})
@@ -141,14 +169,14 @@ class ResponsesWriter:
     def _tell_call(self, item: dict[str, JSON]) -> bytes:
         place: dict[str, JSON] = {"output_index": self._num_items}
         of_item = place | {"item_id": item["id"]}
-        arguments, begun = item["arguments"], item | {"arguments": "", "status": "in_progress"}
+        name, event = _SAID[str(item["type"])]
+        begun = item | {name: ""} | ({"status": "in_progress"} if "status" in item else {})
+        done = {name: item[name]} | ({"name": item["name"]} if name == "arguments" else {})
         self._num_items += 1
         return (
             self._event("response.output_item.added", place | {"item": begun})
-            + self._event("response.function_call_arguments.delta", of_item | {"delta": arguments})
-            + self._event(
-                "response.function_call_arguments.done", of_item | {"arguments": arguments, "name": item["name"]}
-            )
+            + self._event(f"response.{event}.delta", of_item | {"delta": item[name]})
+            + self._event(f"response.{event}.done", of_item | done)
             + self._event("response.output_item.done", place | {"item": item})
         )
 
@@ -200,7 +228,7 @@ class _Conversation:
 
     def add(self, item: Sent) -> None:
         kind = item.object().get("type", "message")
-        if kind not in ("message", "reasoning", "function_call", "function_call_output"):
+        if kind not in _ITEMS:
             raise item.fault(f"is of type {kind}, which cannot be acted on here")
         taken = self._reader.take(item)
         taken.get("type")
@@ -208,8 +236,8 @@ class _Conversation:
             self._message(taken)
         elif kind == "reasoning":
             self._reasoning(taken)
-        elif kind == "function_call":
-            self._call(taken)
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(taken, is_text=kind == "custom_tool_call")
         else:
             self._result(taken)
         taken.end(f"an item of type {kind}")
@@ -235,13 +263,13 @@ class _Conversation:
         if text:
             turn["reasoning_content"] = text
 
-    def _call(self, taken: Taken) -> None:
+    def _call(self, taken: Taken, *, is_text: bool) -> None:
         turn = self._turn if self._turn is not None else self._begin_turn()
-        arguments = asks.parsed(taken.need("arguments"))
-        turn["tool_calls"] = [
-            *turn.get("tool_calls", ()),
-            asks.call(taken.need("call_id"), taken.need("name"), arguments),
-        ]
+        call_id, name, namespace = taken.need("call_id"), taken.need("name"), taken.get("namespace")
+        arguments = arguments_of(call_id, taken.need("input")) if is_text else asks.parsed(taken.need("arguments"))
+        if namespace is not None:
+            name = Sent(joined(namespace.name(), name.name()), name.place)
+        turn["tool_calls"] = [*turn.get("tool_calls", ()), asks.call(call_id, name, arguments)]
 
     def _result(self, taken: Taken) -> None:
         self._turn = None
@@ -259,22 +287,46 @@ class _Conversation:
         return self._turn
 
 
-def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
-    """Functions; what runs at a provider, or in the client without our seeing its form, is left out, and the answer
-    says so."""
+def _tools(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Iterator[tuple[Sent, ToolSchema]]:
+    """Functions, also those of namespaces, and tools of one text, as functions; what runs at a provider is left out,
+    and the answer says so."""
     for one in sent.items():
-        if (kind := one.object().get("type")) == "function":
-            yield one, _tool(reader, one)
+        kind = one.object().get("type")
+        if kind == "namespace":
+            yield from _named_together(reader, one, forms)
+        elif kind in ("function", "custom"):
+            yield one, _tool(reader, one, forms)
         elif isinstance(kind, str) and kind in LEFT_OUT:
             reader.ignore(f"tools.{kind}")
         else:
-            raise one.fault(f"is of type {kind}: there are no other tools than functions here")
+            raise one.fault(f"is of type {kind}: there are no other tools than functions and custom ones here")
 
 
-def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+def _named_together(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Iterator[tuple[Sent, ToolSchema]]:
     taken = reader.take(sent)
+    namespace = taken.need("name").name()
     taken.need("type")
-    return asks.tool(taken.need("name"), taken.get("description"), taken.get("parameters"))
+    taken.get("description")
+    tools = taken.need("tools").items()
+    taken.end("a namespace")
+    for one in tools:
+        if (kind := one.object().get("type")) not in ("function", "custom"):
+            raise one.fault(f"is of type {kind}: there are functions and custom tools in a namespace here")
+        yield one, _tool(reader, one, forms, namespace)
+
+
+def _tool(reader: Reader, sent: Sent, forms: dict[str, Form], namespace: str = "") -> ToolSchema:
+    taken = reader.take(sent)
+    kind, name = taken.need("type"), taken.need("name")
+    form = Form(name.name(), namespace, is_text=kind.value == "custom")
+    if form.is_text or namespace:
+        forms[form.full_name] = form
+    if form.is_text:
+        tool = text_tool(reader, taken, form)
+    else:
+        tool = asks.tool(Sent(form.full_name, name.place), taken.get("description"), taken.get("parameters"))
+    taken.end(f"a tool of type {kind.value}")
+    return tool
 
 
 def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
@@ -282,7 +334,7 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> T
         return AUTO
     if isinstance(sent.value, str):
         return asks.choose(sent, said_choice(sent), tools)
-    needs_function(sent)
+    needs_tool(sent)
     return asks.choose(sent, ToolChoice("required", reader.take(sent).need("name").name()), tools)
 
 
@@ -329,7 +381,7 @@ def _response(question: Question, heading: Heading, answer: Answer | None) -> di
         "top_p": body.get("top_p"),
     }
     if answer is not None:
-        response["output"] = _output(answer)
+        response["output"] = _output(answer, question.forms)
         response["usage"] = _usage(answer.usage)
         response["policy_version"] = spans(answer.versions)
         if answer.finish == "length":
@@ -337,27 +389,29 @@ def _response(question: Question, heading: Heading, answer: Answer | None) -> di
     return response
 
 
-def _output(answer: Answer) -> list[JSON]:
+def _output(answer: Answer, forms: Forms) -> list[JSON]:
     items: list[JSON] = []
     if answer.reasoning:
         items.append(_Part("reasoning", answer.id, answer.reasoning).item("completed"))
     if answer.text or not answer.calls:
         items.append(_Part("message", answer.id, answer.text).item(_status(answer)))
-    return [*items, *_call_items(answer)]
+    return [*items, *_call_items(answer, forms)]
 
 
-def _call_items(answer: Answer) -> list[dict[str, JSON]]:
-    return [
-        {
-            "id": f"fc_{answer.id}_{index}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call_id,
-            "name": call.name,
-            "arguments": arguments_text(call.arguments),
-        }
-        for index, (call_id, call) in enumerate(zip(answer.call_ids, answer.calls, strict=True))
-    ]
+def _call_items(answer: Answer, forms: Forms) -> list[dict[str, JSON]]:
+    calls = zip(answer.call_ids, answer.calls, strict=True)
+    return [_call_item(f"{answer.id}_{index}", *one, forms) for index, one in enumerate(calls)]
+
+
+def _call_item(place: str, call_id: str, call: ToolCall, forms: Forms) -> dict[str, JSON]:
+    form = form_of(forms, call.name)
+    item: dict[str, JSON] = {"call_id": told_id(call_id, call.arguments, form), "name": form.name}
+    if form.namespace:
+        item["namespace"] = form.namespace
+    if form.is_text:
+        return {"id": f"ctc_{place}", "type": "custom_tool_call", **item, "input": told_text(call.arguments)}
+    arguments = arguments_text(call.arguments)
+    return {"id": f"fc_{place}", "type": "function_call", "status": "completed", **item, "arguments": arguments}
 
 
 def _status(answer: Answer) -> str:

@@ -69,6 +69,28 @@ FULL: dict[str, Wire] = {
         ],
     },
 }
+# Another one, for places of which a request has either.
+_TEXT_TOOL: Wire = {"name": "patch", "description": "Patches.", "format": {"type": "text"}}
+FULL_TOO: dict[str, Wire] = {
+    "chat": {
+        "model": "policy",
+        "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+        "tools": [{"type": "custom", "custom": _TEXT_TOOL}],
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "x"}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "two"},
+        ],
+    },
+    "responses": {
+        "model": "policy",
+        "tools": [{"type": "namespace", "name": "more", "tools": [{"type": "function", **_TOOL}]}],
+        "input": [{"role": "user", "content": "one"}],
+    },
+    "messages": {"model": "policy", "messages": []},
+}
 ROWS = [
     pytest.param(dialect, place, name, rule, id=f"{dialect}-{place}-{name}")
     for dialect, table in TABLES.items()
@@ -90,11 +112,11 @@ def objects(value: JSON, place: str = "") -> Iterator[tuple[str, dict[str, JSON]
 
 def with_field(dialect: str, place: str, name: str, value: Any) -> tuple[Wire, str]:
     """The full request with a field more, and the place of that field."""
-    body = copy.deepcopy(FULL[dialect])
-    for found, one in objects(body):
-        if re.sub(r"\[\d+\]", "[]", found) == place:
-            one[name] = value
-            return body, f"{found}.{name}".lstrip(".")
+    for body in copy.deepcopy((FULL[dialect], FULL_TOO[dialect])):
+        for found, one in objects(body):
+            if re.sub(r"\[\d+\]", "[]", found) == place:
+                one[name] = value
+                return body, f"{found}.{name}".lstrip(".")
     raise AssertionError(f"the full request has nothing at {place}")
 
 
@@ -109,7 +131,8 @@ def read(dialect: str, body: Wire) -> tuple[str, ...]:
 @pytest.mark.parametrize("dialect", TABLES)
 def test_the_full_request_has_an_object_at_every_place_and_is_read(dialect: str):
     assert read(dialect, FULL[dialect]) == ()
-    found = {re.sub(r"\[\d+\]", "[]", place) for place, _ in objects(FULL[dialect])}
+    assert dialect == "messages" or read(dialect, FULL_TOO[dialect]) == ()
+    found = {re.sub(r"\[\d+\]", "[]", place) for body in (FULL, FULL_TOO) for place, _ in objects(body[dialect])}
     assert found >= set(TABLES[dialect])
 
 
@@ -157,8 +180,8 @@ def test_a_job_may_have_said_what_is_not_acted_on_but_for_what_answers_need(
     else:
         question = dialects.read(body, {})
         assert [(one.kind, one.param) for one in question.unsupported] == [(RefusalKind.INVALID, where)]
-        whole = dialects.read(FULL[dialect], {})
-        assert question.ask == whole.ask
+        fulls = [one for one in (FULL[dialect], FULL_TOO[dialect]) if one.get("messages") or one.get("input")]
+        assert question.ask in [dialects.read(one, {}).ask for one in fulls]
 
 
 def test_an_answer_of_no_use_is_no_answer_also_where_much_is_passed_over():
@@ -183,7 +206,21 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
-    ("chat", {"tools": [{"type": "custom"}]}, "tools[0]"),
+    ("chat", {"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    ("chat", {"tools": [{"type": "function", "custom": {}, "function": {**_TOOL}}]}, "tools[0].custom"),
+    ("chat", {"tools": [{"type": "grep"}]}, "tools[0]"),
+    ("responses", {"tools": [{"type": "function", **_TOOL, "format": {"type": "text"}}]}, "tools[0].format"),
+    ("responses", {"tools": [{"type": "custom", "name": "p", "parameters": {}}]}, "tools[0].parameters"),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]},
+        "tools[0].tools[0]",
+    ),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [], "parameters": {}}]},
+        "tools[0].parameters",
+    ),
     ("chat", {"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools[1]"),
     ("chat", {"max_tokens": 0}, "max_tokens"),
     ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -205,7 +242,8 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ("responses", {"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ("responses", {"input": []}, "input"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-    ("responses", {"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0]"),
+    ("responses", {"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0].name"),
+    ("responses", {"input": [{"type": "local_shell_call", "call_id": "x"}]}, "input[0]"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ("responses", {"input": [{"role": "user", "content": "x", "call_id": "c"}]}, "input[0].call_id"),
     ("responses", {"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),

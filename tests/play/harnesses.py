@@ -1,0 +1,132 @@
+"""Coding agents as their users start them: unmodified programs, each given a task, a base URL and a key.
+
+Rule: a harness is its command and its settings. What it runs for the policy is harmless, and stays in a folder of its
+own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_core.env import Llm
+
+INSTALLED = Path(os.environ.get("GSPO_TEST_HARNESSES", Path(__file__).parents[2] / ".make" / "harnesses"))
+# What each ends its first run with is gone on from by a second one.
+Words = Callable[[Llm, Path, str, bool], Sequence[str]]
+"""The command, for a home, a task, and whether it goes on with what it did there before."""
+Calls = Callable[[random.Random], Sequence[Mapping[str, Any]]]
+"""What the policy may do in one turn."""
+SHELL = (
+    "ls -la",
+    "cat a.txt",
+    "echo Größe 🦊 '<|im_end|>'",
+    "false",
+    "printf '<tool_call>\\n{}\\n'",
+    "wc -c a.txt",
+    "pwd",
+)
+HARMLESS = {"NO_COLOR": "1", "TERM": "dumb", "CI": "1", "NO_PROXY": "127.0.0.1", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True)
+class Harness:
+    name: str
+    package: str
+    """As the registry of its language has it."""
+    words: Words
+    env: Callable[[Llm], Mapping[str, str]]
+    calls: Calls
+
+    @property
+    def program(self) -> Path:
+        return INSTALLED / "node_modules" / ".bin" / self.words.__name__
+
+
+def _call(name: str, **arguments: Any) -> Mapping[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+def _bin(name: str) -> str:
+    return str(INSTALLED / "node_modules" / ".bin" / name)
+
+
+def claude(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    more = ["--continue"] if goes_on else []
+    return [_bin("claude"), "-p", task, *more, "--output-format", "json", "--model", "policy", "--allowedTools", "Bash"]
+
+
+def codex(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    folder = home / ".codex"
+    folder.mkdir(exist_ok=True)
+    provider = f'name = "gspo"\nbase_url = "{llm.base_url}"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
+    model = 'model = "policy"\nmodel_provider = "gspo"\n'
+    (folder / "config.toml").write_text(f"{model}[model_providers.gspo]\n{provider}")
+    how = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return [_bin("codex"), "exec", *(["resume", "--last"] if goes_on else []), *how, task]
+
+
+def qwen(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    more = ["--continue"] if goes_on else []
+    return [_bin("qwen"), "-p", task, *more, "--yolo", "--auth-type", "openai", "-m", "policy"]
+
+
+def opencode(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    options = {"baseURL": llm.base_url, "apiKey": llm.api_key}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": {"name": "policy"}}}
+    config = {"autoupdate": False, "share": "disabled", "model": "gspo/policy", "small_model": "gspo/policy"}
+    (home / "work" / "opencode.json").write_text(json.dumps(config | {"provider": {"gspo": provider}}))
+    return [_bin("opencode"), "run", *(["--continue"] if goes_on else []), task]
+
+
+def _anthropic(llm: Llm) -> Mapping[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": llm.api_key,
+        "ANTHROPIC_SMALL_FAST_MODEL": "policy",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def _openai(llm: Llm) -> Mapping[str, str]:
+    return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": "policy"}
+
+
+HARNESSES: Mapping[str, Harness] = {
+    one.name: one
+    for one in (
+        Harness(
+            "Claude Code",
+            "@anthropic-ai/claude-code@2.1.332",
+            claude,
+            _anthropic,
+            lambda rng: [_call("Bash", command=rng.choice(SHELL), description="look")],
+        ),
+        Harness(
+            "Codex",
+            "@openai/codex@0.171.0",
+            codex,
+            _openai,
+            lambda rng: [_call("exec_command", cmd=rng.choice(SHELL))],
+        ),
+        Harness(
+            "Qwen Code",
+            "@qwen-code/qwen-code@0.24.4",
+            qwen,
+            _openai,
+            lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), is_background=False)],
+        ),
+        Harness(
+            "OpenCode",
+            "opencode-ai@1.18.33",
+            opencode,
+            lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
+            lambda rng: [_call("bash", command=rng.choice(SHELL), description="look")],
+        ),
+    )
+}

@@ -1,0 +1,71 @@
+"""What a harness asked for, as its requests alone tell: which of them go on from an earlier one to the letter.
+
+Rule: it knows nothing of how the gateway compares conversations. A request whose messages begin with all those of an
+earlier one, that nobody went on from yet, makes no branch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.play.wire import Request
+
+# What a client may send differently each time, and means nothing.
+MEANINGLESS = frozenset({"cache_control", "id", "status", "encrypted_content", "phase"})
+_BILL = re.compile(r"x-anthropic-billing-header:[^\n]*")
+
+
+@dataclass(frozen=True)
+class Observed:
+    turn: int
+    said: Sequence[str]
+    """Each message of the conversation, as text."""
+    tools: str
+
+    def goes_on_from(self, other: Observed) -> bool:
+        length = len(other.said)
+        return self.tools == other.tools and len(self.said) > length and self.said[:length] == other.said
+
+
+def observed(requests: Sequence[Request]) -> list[Observed]:
+    """One for each turn, in the order of turns."""
+    found: dict[int, Observed] = {}
+    for one in requests:
+        if one.turn is not None and one.turn not in found:
+            body = one.body
+            messages = [
+                *_listed(body.get("system") or body.get("instructions")),
+                *(body.get("messages") or body["input"]),
+            ]
+            said = [_BILL.sub("", json.dumps(_meaning(message), sort_keys=True)) for message in messages]
+            found[one.turn] = Observed(one.turn, said, json.dumps(_meaning(body.get("tools")), sort_keys=True))
+    return [found[turn] for turn in sorted(found)]
+
+
+def goes_on(turns: Sequence[Observed]) -> dict[int, int]:
+    """The turns that make no branch, and which each goes on from."""
+    found: dict[int, int] = {}
+    for place, one in enumerate(turns):
+        before = [other for other in turns[:place] if one.goes_on_from(other)]
+        nearest = max(before, key=lambda other: len(other.said), default=None)
+        if nearest is not None and nearest.turn not in found.values():
+            found[one.turn] = nearest.turn
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _meaning(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _meaning(one) for name, one in value.items() if name not in MEANINGLESS}
+    if isinstance(value, list):
+        only = value[0] if len(value) == 1 else None
+        is_text = isinstance(only, dict) and only.get("type") == "text"
+        return only["text"] if is_text else [_meaning(one) for one in value]  # as a part, or as the text that it is
+    return value
