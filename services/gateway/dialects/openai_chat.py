@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions.
 
 A stream is chunks of one completion, then ``[DONE]``; its errors are chunks with a field ``error``. Reasoning is told
-as ``reasoning_content``, as other servers of open models do.
+as ``reasoning_content``, as other servers of open models do, and a stop text that ended the turn as ``stop_reason``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OpenAIChat:
         if answer.calls:
             message["tool_calls"] = [*_calls(answer)]
             message["content"] = answer.text or None
-        choice: JSON = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
+        choice: JSON = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return {
             "id": answer.id,
             "object": "chat.completion",
@@ -108,7 +108,7 @@ class ChatWriter:
         out = self.piece(self._told.rest(answer))
         for index, call in enumerate(_calls(answer)):
             out += self._delta({"tool_calls": [{"index": index, **call}]})
-        out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}], answer)
+        out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, **_end(answer)}], answer)
         if self._wants_usage:
             out += self._chunk([], answer, usage=_usage(answer.usage))
         return out + b"data: [DONE]\n\n"
@@ -247,6 +247,12 @@ def needs_function(sent: Sent) -> None:
     kind = sent.object().get("type")
     if kind != "function":
         raise sent.fault(f"is of type {kind}, which cannot be acted on: it may be auto, none, required or a function")
+
+
+def _end(answer: Answer) -> dict[str, JSON]:
+    """``stop_reason`` is the stop text that ended the turn, as other servers of open models have it."""
+    end: dict[str, JSON] = {"finish_reason": answer.finish}
+    return end | {"stop_reason": answer.stop_text} if answer.stop_text else end
 
 
 def _calls(answer: Answer) -> list[dict[str, JSON]]:
