@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
 from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
+from services.gateway.endings import before_stop_text
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
@@ -86,13 +87,17 @@ class Answers:
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:
-        said = self._tape.turns[entry.number].said
+        taped = self._tape.turns[entry.number]
+        said = [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
         return read(self._codec, said, tools, entry.overlap, gives_calls=not entry.gives_no_calls)
 
     def _note(self, entry: TurnEntry, reading: Reading) -> None:
         entry.answer = of_answer(reading.text, [(call.name, call.arguments) for call in reading.calls])
         entry.num_calls = 0 if entry.gives_no_calls else len(reading.parsed.calls)
         entry.has_parse_error = reading.parsed.has_parse_error
+        sampled = self._tape.turns[entry.number].sampled
+        is_ended = bool(sampled) and sampled[-1] in self._codec.stop_ids
+        entry.num_told = -1 if is_ended else len(reading.text.strip())
 
 
 def _spans(pieces: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:

@@ -73,6 +73,14 @@ def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
     return _digest(["assistant", text.strip(), [[name, arguments] for name, arguments in calls]])
 
 
+def of_beginning(message: Message, num_chars: int) -> tuple[bytes, str]:
+    """Of a message of the assistant, as far as so many characters of its text and all its calls; and the text behind
+    them. Equal to ``of_answer`` of an answer of so many characters that it begins with."""
+    text = text_of(message).strip()
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    return _digest(["assistant", text[:num_chars], calls]), text[num_chars:]
+
+
 def _all_said(messages: Sequence[Message]) -> Iterator[JSON]:
     asked: dict[str, int] = {}
     for message in messages:

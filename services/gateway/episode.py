@@ -15,19 +15,19 @@ from dataclasses import replace
 
 import msgspec
 
-from gspo_core.messages import CallStatus, ToolSchema
+from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
 from services.gateway.canonical import of_key
+from services.gateway.endings import first_call_end, head, stop_text_end
 from services.gateway.history import History, Place, Rewritten, TurnEntry
 from services.gateway.keys import Attempt
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
 from services.gateway.plan import Beginning, Plan
-from services.gateway.reading import head, num_tokens_before, stop_text_in
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
@@ -36,7 +36,8 @@ from services.state.queue import Kept, Snapshot
 from services.state.refusals import Erased
 from services.workers.setting import EpisodeSetting, Order
 
-# With stop texts: what is sampled behind one is thrown away.
+# What is sampled behind a turn's end is thrown away, so where a text or a call may be one, pieces are as long as what
+# was sampled before them, and so long at least: no more is thrown away than is kept, in a few requests to an engine.
 STOP_CHUNK_TOKENS = 32
 # Of a reward without its token, as it is kept.
 _REWARD_BYTES = 32
@@ -56,7 +57,7 @@ class AgentEpisode:
         now: Callable[[], float],
         stop_chunk_tokens: int = STOP_CHUNK_TOKENS,
     ) -> None:
-        """``now``: Unix seconds. ``stop_chunk_tokens``: at most so many at once where a text may end the turn."""
+        """``now``: Unix seconds. ``stop_chunk_tokens``: so many at first where a text may end the turn."""
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.finished = asyncio.Event()
         """The agent said that it is done."""
@@ -78,7 +79,7 @@ class AgentEpisode:
         self._writing = asyncio.Lock()
         self._next_turn = 0
         self._has_new = False
-        """A turn was begun since the turns were last kept."""
+        """A turn was begun, or ended by a text, since the turns were last kept."""
         self._is_finished = False
         self._num_kept_bytes = 0
         """Of the turns, when they were last kept."""
@@ -265,6 +266,8 @@ class AgentEpisode:
             counters.add(f"drift/forks_{reason}")
         if reason and reason != Rewritten.SUB_AGENT and beginning.is_rendered:
             counters.add("tokens/rendered_again", len(beginning.token_ids) - beginning.num_begun)
+        if beginning.is_extended:
+            counters.add("drift/answer_extended")
 
     # sampling
 
@@ -282,17 +285,19 @@ class AgentEpisode:
     async def _sample(self, turn: LiveTurn) -> None:
         while (finish := self._budget.ending(turn)) is None:
             await self._sample_chunk(turn)
-            turn.tell()
+            turn.stored()
         turn.entry.finish = finish
         self._answer(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
-        may_be_cut = turn.ask.stop or turn.ask.single_call
-        most = min(self._budget.room(turn), self._stop_chunk_tokens if may_be_cut else self._order.chunk_tokens)
+        most = self._order.chunk_tokens
+        if turn.ask.stop or turn.ask.single_call:
+            most = min(most, max(self._stop_chunk_tokens, len(turn.taped.sampled)))
+        most = min(most, self._budget.room(turn))
         with self._budget.reserved(most):
             sampled = await self._sampled(turn, most)
             async with self._writing:
-                await self._record(turn, self._before_stop_text(turn, self._before_second_call(turn, sampled)))
+                await self._record(turn, self._as_asked(turn, sampled))
 
     async def _sampled(self, turn: LiveTurn, most: int) -> Sampled:
         setting, taped = self._setting, turn.taped
@@ -316,36 +321,19 @@ class AgentEpisode:
         with self._meter.storing():
             await self._setting.outbox.append(segments, self._note(), kept)
 
-    def _before_second_call(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
-        """Nothing behind the first call, where only one was asked for. An end that the policy samples itself is its
-        own."""
-        if not turn.ask.single_call:
+    def _as_asked(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
+        """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
+        codec, taped, found = self._setting.codec, turn.taped, sampled.generation.output_ids
+        if turn.ask.single_call and (end := first_call_end(codec, taped.said, found, turn.ask.tools)) is not None:
+            turn.entry.finish = "stop"
+            sampled = head(sampled, end)
+            found = sampled.generation.output_ids
+        ended = stop_text_end(codec, [*taped.sampled, *found], turn.ask.stop, len(taped.sampled))
+        if ended is None:
             return sampled
-        codec, said = self._setting.codec, turn.taped.said
-        ids = [*said, *sampled.generation.output_ids]
-        calls = codec.parse(ids, turn.ask.tools).calls
-        if not calls or calls[0].status is not CallStatus.OK:
-            return sampled
-        behind = [one for one in ids[calls[0].end :] if one not in codec.stop_ids]
-        if not codec.tokenizer.decode(behind).strip():
-            return sampled
-        turn.entry.finish = "stop"
-        return head(sampled, max(calls[0].end - len(said), 0))
-
-    def _before_stop_text(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
-        if not turn.ask.stop:
-            return sampled
-        decode = self._setting.codec.tokenizer.decode
-        before = turn.taped.sampled
-        ids = [*before, *sampled.generation.output_ids]
-        found = stop_text_in(decode(ids), turn.ask.stop)
-        if found is None:
-            return sampled
-        place, stop_text = found
-        length = num_tokens_before(self._setting.codec, ids, len(before), place)
-        entry = turn.entry
-        entry.finish, entry.stop_text, entry.overlap = "stop", stop_text, decode(ids[:length])[place:]
-        return head(sampled, length - len(before))
+        turn.entry.finish, turn.entry.stop_text = "stop", ended[1]
+        self._has_new = True  # the tokens alone do not say which request's stop text ended them
+        return head(sampled, ended[0] - len(taped.sampled))
 
     def _answer(self, turn: LiveTurn) -> None:
         turn.entry.finish = turn.entry.finish or "stop"

@@ -1,8 +1,9 @@
 """Finds what a request goes on from: the turn whose whole conversation, with its answer, the request begins with.
 
 Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what
-was stored, the reason is named, and a new branch begins. Requests are known by digests alone: the client sends its
-whole history each time, so nothing of it needs to be kept. It neither encodes nor samples.
+was stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is
+still that answer. Requests are known by digests, and answers by their length too: the client sends its whole history
+each time, so nothing of it needs to be kept but the stop texts. It neither encodes nor samples.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from services.gateway.canonical import (
     of_tools,
     prefixes,
 )
+from services.gateway.written_back import words_behind
 
 _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.
@@ -72,9 +74,9 @@ class TurnEntry(msgspec.Struct, array_like=True):
     finish: str = ""
     """``stop`` or ``length`` once nothing more is sampled for it, where no stop token says so."""
     stop_text: str = ""
-    """The text that ended it."""
+    """The text that ended it. Its tokens end with the token that completes it."""
     overlap: str = ""
-    """The beginning of ``stop_text`` that its tokens end with: it was sampled before it was known to be one."""
+    """Of a turn that an earlier release stored: the beginning of ``stop_text`` that its tokens end with."""
     answer: bytes = b""
     """Digest of its answer, once there is one."""
     num_calls: int = 0
@@ -94,6 +96,8 @@ class TurnEntry(msgspec.Struct, array_like=True):
     """Digest of what its conversation was instructed with; empty where an older release wrote it."""
     num_messages: int = 0
     """Of its conversation; 0 where an older release wrote it."""
+    num_told: int = -1
+    """Characters of its answer's text, where more may stand behind it: it was not ended by a stop token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,19 @@ class Place:
     """Messages that ``parent`` answered."""
     reason: str = ""
     """Why it can only go on in a new branch, as far as the messages tell."""
+    words: str | None = None
+    """What the request has behind the answer of ``parent``; None: the answer is as it was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A turn whose conversation and answer a request begins with."""
+
+    num_old: int
+    """Messages of the request that it stands for."""
+    entry: TurnEntry
+    words: str | None = None
+    """As ``Place.words``."""
 
 
 class History:
@@ -174,15 +191,15 @@ class History:
         found = next(self._nodes(messages, said, chain, tools), None)
         if found is None:
             return Place(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
-        num_old, parent = found
+        num_old, parent = found.num_old, found.entry
         reason = Rewritten.EDITED_HISTORY if self.is_continued(parent) else ""
         num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
-        return Place(said, chain, bare[-1], None, parent, num_old, num_asked, reason)
+        return Place(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
 
-    def answered(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, TurnEntry]:
+    def answered(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
         """The messages that are answers of these turns, by their place."""
         nodes = self._nodes(messages, place.said, place.chain, tools)
-        return {num_old - 1: entry for num_old, entry in nodes if messages[num_old - 1]["role"] == "assistant"}
+        return {one.num_old - 1: one for one in nodes if messages[one.num_old - 1]["role"] == "assistant"}
 
     def had(self, paid: Collection[int] = ()) -> set[int]:
         """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
@@ -210,7 +227,7 @@ class History:
         said: Sequence[bytes],
         chain: Sequence[bytes],
         tools: Sequence[ToolSchema],
-    ) -> Iterator[tuple[int, TurnEntry]]:
+    ) -> Iterator[Node]:
         """The turns whose conversation and answer these messages begin with, the longest first."""
         for number in range(len(messages) - 1, 0, -1):
             entries = self._by_request.get(chain[number])
@@ -219,7 +236,23 @@ class History:
                 answer = said[number] if is_answer else _NOTHING
                 equal = [entry for entry in entries if self._answer_of(entry, tools) == answer]
                 if equal:
-                    yield number + is_answer, self._freshest(equal)
+                    yield Node(number + is_answer, self._freshest(equal))
+                elif is_answer and (extended := self._extended(entries, messages[number])) is not None:
+                    yield Node(number + 1, *extended)
+
+    def _extended(self, entries: Sequence[TurnEntry], message: Message) -> tuple[TurnEntry, str] | None:
+        """The turn whose answer the message begins with, the longest, and what it says behind it."""
+        words = {
+            entry.number: found
+            for entry in entries
+            if entry.answer and entry.num_told >= 0
+            if (found := words_behind(message, entry.answer, entry.num_told, entry.stop_text)) is not None
+        }
+        if not words:
+            return None
+        longest = max(self.entries[number].num_told for number in words)
+        best = self._freshest(self.entries[number] for number in words if self.entries[number].num_told == longest)
+        return best, words[best.number]
 
     def _freshest(self, equal: Iterable[TurnEntry]) -> TurnEntry:
         """Of turns with the same answer: one that nothing goes on from, if there is one, else the newest."""

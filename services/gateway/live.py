@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
+from services.gateway.endings import certain_ids
 from services.gateway.history import TurnEntry
 from services.gateway.reading import certain
 from services.gateway.tape import TapedTurn
@@ -36,12 +37,18 @@ class LiveTurn:
         self._codec = codec
         self._changed = asyncio.Event()
         self._certain = Piece()
+        self._num_stored = len(taped.sampled)
         self._num_read = 0
 
     @property
     def changed(self) -> asyncio.Event:
         """Set when there is more to know than when it was asked for."""
         return self._changed
+
+    def stored(self) -> None:
+        """All that was sampled so far is durable."""
+        self._num_stored = len(self.taped.sampled)
+        self.tell()
 
     def tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -57,10 +64,10 @@ class LiveTurn:
 
     def certain(self) -> Piece:
         """All text and reasoning that will not change."""
-        num_sampled = len(self.taped.sampled)
+        num_sampled = self._num_stored
         if num_sampled != self._num_read:
-            num_held = max((len(stop) - 1 for stop in self.ask.stop), default=0)
-            self._certain = certain(self._codec, self.taped.said, self.ask.tools, num_held)
+            ids = certain_ids(self._codec, self.taped.sampled[:num_sampled], self.ask.stop)
+            self._certain = certain(self._codec, [*self.taped.begun, *ids], self.ask.tools)
             self._num_read = num_sampled
         return self._certain
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspo_core.chat import ChatCodec
+from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
-from services.gateway.history import History, Place, Rewritten
+from services.gateway.history import History, Place, Rewritten, TurnEntry
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
+from services.gateway.written_back import added
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Beginning:
     reason: str = ""
     is_rendered: bool = False
     num_begun: int = 0
+    is_extended: bool = False
+    """The client has more behind the answer that it goes on from than it was told."""
 
     @property
     def num_prompt(self) -> int:
@@ -76,15 +80,18 @@ class Plan:
             reason = place.reason
             if place.parent is not None:
                 after = self._tape.turns[place.parent.number]
+                more = self._codec.tokenizer.encode(self._added(place.parent, place.words or ""))
                 found = self._codec.bridge(
                     after.prompt,
-                    after.said,
+                    [*after.said, *more],
                     messages[place.num_old :],
                     history=messages[: place.num_asked],
                     tools=ask.tools,
                 )
                 if not isinstance(found, ForkReason):
-                    return Beginning(found, after, after.end, "" if after.is_tip else Rewritten.EDITED_HISTORY)
+                    reason = "" if after.is_tip else Rewritten.EDITED_HISTORY
+                    is_extended = place.words is not None
+                    return Beginning([*more, *found], after, after.end, reason, is_extended=is_extended)
                 reason = reason or found
             return Beginning(self._codec.render(messages, ask.tools), reason=reason, is_rendered=True)
         except (ValueError, TypeError, KeyError) as error:
@@ -93,9 +100,19 @@ class Plan:
     def _as_answered(self, place: Place, ask: Ask) -> list[Message]:
         """The request's messages, those that are answers of the policy with all that it said."""
         messages = list(ask.messages)
-        for number, entry in self._history.answered(place, messages, ask.tools).items():
-            messages[number] = self._message(entry.number, place.chain[0], ask)
+        for number, node in self._history.answered(place, messages, ask.tools).items():
+            message = self._message(node.entry.number, place.chain[0], ask)
+            if more := self._added(node.entry, node.words or ""):
+                message = {**message, "content": text_of(message) + more}
+            messages[number] = message
         return messages
+
+    def _added(self, entry: TurnEntry, words: str) -> str:
+        """What of ``words`` a client has written behind the answer, and is not stored there."""
+        if not words:
+            return ""
+        stored = self._codec.tokenizer.decode(self._tape.turns[entry.number].sampled)
+        return added(words, stored, entry.stop_text)
 
     def _message(self, turn: int, tools_digest: bytes, ask: Ask) -> Message:
         """Read once: each request holds all earlier turns."""

@@ -60,7 +60,12 @@ class TapedTurn:
         """The ids of the answer, sampled or not."""
         if not self.num_begun:
             return self.sampled
-        return [*self.branch.ids.head(self.num_prompt)[self.num_prompt - self.num_begun :], *self.sampled]
+        return [*self.begun, *self.sampled]
+
+    @property
+    def begun(self) -> Sequence[int]:
+        """The ids of the answer that were not sampled, but given."""
+        return self.branch.ids.head(self.num_prompt)[self.num_prompt - self.num_begun :]
 
     @property
     def end(self) -> int:

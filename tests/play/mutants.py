@@ -62,7 +62,7 @@ MUTANTS = {
         "services/gateway/answers.py", 'gives_no_calls=ask.choice.mode == "none"', "gives_no_calls=False"
     ),
     "what is sampled behind a stop text is kept": Mutant(
-        "services/gateway/episode.py", "return head(sampled, length - len(before))", "return sampled"
+        "services/gateway/episode.py", "return head(sampled, ended[0] - len(taped.sampled))", "return sampled"
     ),
     "a turn may be longer than was asked for": Mutant(
         "services/gateway/budget.py",

@@ -75,6 +75,9 @@ class Plain:
         other._messages = copy.deepcopy(self._messages)
         return other
 
+    def write_back(self, words: str) -> None:
+        self._messages[-1]["content"] += words
+
     def compacted(self, summary: str) -> Plain:
         other = self.copy()
         last = [one for one in self._messages if one["role"] == "assistant"][-1:]

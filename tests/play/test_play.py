@@ -26,7 +26,7 @@ from tests.play.tasks import LONGEST, MANY, SHORTEST, at_length, tasks
 from tests.play.verdict import tally
 
 CALL_BEGINS = "{"
-FEATURES = ("parallel", "retry", "edited", "sub_agent", "best_of", "compacted", "other_tools")
+FEATURES = ("parallel", "retry", "edited", "sub_agent", "best_of", "compacted", "other_tools", "written_back")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def test_random_episodes_are_stored_as_they_were_sampled(redis_client: Red
     assert set(found.branches) == {"edited_history", "sub_agent", "resampled", "compacted", "tools_changed"}
 
 
-async def test_a_branch_that_a_stop_text_begins_is_one_without_tokens(redis_client: Redis, codec: HermesCodec):
+async def test_a_branch_that_a_stop_text_begins_has_its_tokens(redis_client: Redis, codec: HermesCodec):
     async def play(task: Mapping[str, Any], llm: Llm) -> Mapping[str, Any]:
         call = Call(dict(task), llm.base_url, llm.api_key)
         return (await asyncio.to_thread(ask_for_nothing, call)).as_json()
@@ -71,6 +71,7 @@ async def test_a_branch_that_a_stop_text_begins_is_one_without_tokens(redis_clie
     assert found.faults == []
     assert found.turns == 2
     assert found.branches == {"sub_agent": 1}
+    assert found.tokens > 0
 
 
 def test_each_feature_happens_in_every_ten_episodes():

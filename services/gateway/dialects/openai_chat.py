@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions.
 
 A stream is chunks of one completion, then ``[DONE]``; its errors are chunks with a field ``error``. Reasoning is told
-as ``reasoning_content``, as other servers of open models do.
+as ``reasoning_content``, as other servers of open models do, and a stop text that ended the turn as ``stop_reason``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OpenAIChat:
         if answer.calls:
             message["tool_calls"] = [*_calls(answer, question.forms)]
             message["content"] = answer.text or None
-        choice: JSON = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
+        choice: JSON = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return {
             "id": answer.id,
             "object": "chat.completion",
@@ -113,7 +113,7 @@ class ChatWriter:
         out = self.piece(self._told.rest(answer))
         for index, call in enumerate(_calls(answer, self._forms)):
             out += self._delta({"tool_calls": [{"index": index, **call}]})
-        out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}], answer)
+        out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, **_end(answer)}], answer)
         if self._wants_usage:
             out += self._chunk([], answer, usage=_usage(answer.usage))
         return out + b"data: [DONE]\n\n"
@@ -269,6 +269,12 @@ def needs_tool(sent: Sent) -> str:
     if kind not in ("function", "custom"):
         raise sent.fault(f"is of type {kind}, which cannot be acted on: it may be auto, none, required or a tool")
     return str(kind)
+
+
+def _end(answer: Answer) -> dict[str, JSON]:
+    """``stop_reason`` is the stop text that ended the turn, as other servers of open models have it."""
+    end: dict[str, JSON] = {"finish_reason": answer.finish}
+    return end | {"stop_reason": answer.stop_text} if answer.stop_text else end
 
 
 def _calls(answer: Answer, forms: Forms) -> list[dict[str, JSON]]:

@@ -1,5 +1,6 @@
 """smolagents plays: agents that call tools (and ask for a call each time), agents that write code, and a helper that
-another one manages. All of them tell the policy later what it did in words of their own, so its turns are branches.
+another one manages. Those that call tools tell the policy later what it did in words of their own, so its turns are
+branches; those that write code put the text that ended an answer behind it, and words of their own behind that.
 
 python play_smolagents.py AT_ONCE
 """
@@ -53,7 +54,7 @@ class Play:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.rng = call.rng
-        self.report = Report(stops=True)
+        self.report = Report(stops=True, extended=None)
         self.seen = Seen(self.report)
         client = DefaultHttpxClient(event_hooks={"response": [self._heard]}, timeout=300)
         self.model = OpenAIModel(
@@ -70,9 +71,11 @@ class Play:
             return
         response.read()
         asked = json.loads(response.request.content)
-        message = response.json()["choices"][0]["message"]
+        choice = response.json()["choices"][0]
+        message = choice["message"]
         said = [(one["role"], _text(one["content"])) for one in asked["messages"]]
-        self.seen.note(asked.get("tools"), said, message["content"] or "", len(message.get("tool_calls") or ()))
+        num_calls = len(message.get("tool_calls") or ())
+        self.seen.note(asked.get("tools"), said, message["content"] or "", num_calls, choice.get("stop_reason"))
 
     def _agent(self) -> Any:
         tools = [Lookup(self.rng), Note(self.rng)]

@@ -51,6 +51,8 @@ SPELLED = (
 )
 # Each is one token, wherever it stands.
 FILLING = (" the", " time", " people", " water", " and", " of", " world", " house", " day", " work", " one")
+# Ends the code that a policy writes.
+CODE_ENDS = "</code>"
 MISHAPS = ("unavailable", "broken", "lost")
 LOOKUP: Wire = {
     "name": "lookup",
@@ -112,6 +114,8 @@ class Report:
     retries: int = 0
     parallel: int = 0
     stops: bool = False
+    extended: int | None = 0
+    """Answers that were sent back with more than was told; None: the player did not count them."""
     num_awaited: int = 0
     """Calls of the next turn, where the policy was told how many."""
     calls_lost: int = 0
@@ -164,7 +168,10 @@ class Seen:
         self.report = report
         self._turns: list[Wire] = []
 
-    def note(self, tools: Any, messages: Sequence[tuple[str, str]], answer: str, num_calls: int) -> None:
+    def note(
+        self, tools: Any, messages: Sequence[tuple[str, str]], answer: str, num_calls: int, stop: str | None = None
+    ) -> None:
+        """``stop``: the stop text that ended the answer; None where it was not ended by one."""
         asked = list(messages)
         reason = self._reason(tools, asked)
         if reason:
@@ -173,6 +180,7 @@ class Seen:
             "tools": tools,
             "asked": asked,
             "answer": None if num_calls else answer.strip(),
+            "stop": stop,
             "continued": False,
         }
         self._turns.append(turn)
@@ -207,7 +215,9 @@ class Seen:
         if answer is None or len(asked) <= len(before) or asked[: len(before)] != before:
             return False
         role, text = asked[len(before)]
-        return text == answer if role == "assistant" else not answer
+        if role != "assistant":
+            return not answer
+        return text.strip() == answer or (turn["stop"] is not None and text.startswith(answer or turn["stop"]))
 
 
 class Conversation(Protocol):
@@ -227,6 +237,10 @@ class Conversation(Protocol):
         ...
 
     def copy(self) -> Conversation: ...
+
+    def write_back(self, words: str) -> None:
+        """Behind the last answer."""
+        ...
 
     def compacted(self, summary: str) -> Conversation:
         """The system message, ``summary`` as the user's, and the last answer."""
@@ -331,6 +345,20 @@ class ByHand:
         self.report.branches["resampled"] += 1
         self.reply(other, self.ask(other, **how))
         return self.rng.choice((chat, other))
+
+    def do_written_back(self, chat: Conversation) -> Conversation:
+        """As agents do that write code: the text that stops them is a part of it. Without stop texts, words are put
+        behind an answer that was cut off."""
+        for more in ("", words(self.rng, "\nCalling tools: ")):
+            self.call.direct(cues=["code:"])
+            how: Wire = {"stop": [CODE_ENDS], "max_tokens": None} if chat.has_stop else {"stop": [], "max_tokens": 4}
+            self.report.stops |= chat.has_stop
+            self.ask(chat, choice="auto", **how)
+            chat.write_back((CODE_ENDS if chat.has_stop else "") + (more or words(self.rng)))
+            self.report.extended = (self.report.extended or 0) + 1
+            chat.user(words(self.rng, "Observation: "))
+        self.reply(chat, self.ask(chat))
+        return chat
 
     def do_compacted(self, chat: Conversation) -> Conversation:
         said = self.ask(chat)

@@ -110,6 +110,7 @@ class Chat:
             assert one["type"] == "function"
             said.calls.append((one["id"], one["function"]["name"], json.loads(one["function"]["arguments"])))
         said.finish = choice["finish_reason"]
+        said.stop_text = choice.get("stop_reason", "")
         said.versions = body["policy_version"]
         _count_openai(said, body["usage"])
         return said
@@ -130,6 +131,7 @@ class Chat:
             (choice,) = chunk["choices"]
             assert not said.finish
             said.finish = choice["finish_reason"] or ""
+            said.stop_text = choice.get("stop_reason", "")
             delta = choice["delta"]
             said.text += delta.get("content") or ""
             said.reasoning += delta.get("reasoning_content") or ""

@@ -183,7 +183,7 @@ async def test_every_case_is_the_same_ask_and_the_same_answer(speaker: Speaker):
 
 
 def forget_stop(said: Said) -> Said:
-    """Only one dialect names the text that stopped a turn; its own test is below."""
+    """One dialect does not name the text that stopped a turn; those that do have their own test below."""
     said.stop_text = ""
     return said
 
@@ -220,8 +220,9 @@ def test_the_order_of_keys_makes_no_other_ask():
     assert digest('{"b": 1, "a": 2}', {"title": "x", "type": "object"}) != first
 
 
-async def test_the_text_that_stopped_a_turn_is_named_where_the_dialect_can():
-    speaker = SPEAKERS["messages"]
+@pytest.mark.parametrize("name", ["chat", "messages"])
+async def test_the_text_that_stopped_a_turn_is_named_where_the_dialect_can(name: str):
+    speaker = SPEAKERS[name]
     turns = FakeTurns([Scripted("5", stop_text="END")] * 2)
     async with serving(turns) as gateway:
         body = speaker.body([USER], stop=["END"])

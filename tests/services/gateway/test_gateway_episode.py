@@ -349,26 +349,6 @@ async def test_max_tokens_bounds_a_turn_and_the_conversation_goes_on(codec: Herm
     judge(one.records.segments(), one.policy.served)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 32])
-async def test_a_stop_text_ends_the_turn_and_is_neither_given_nor_stored_whole(
-    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr("services.gateway.episode.STOP_CHUNK_TOKENS", chunk)
-    one = bench(codec, "think STOP: more", "Fine.")
-    first = await one.ask(HI, stop=("nothing", "STOP:"))
-    assert (first.text, first.finish, first.stop_text) == ("think", "stop", "STOP:")
-    record = one.records.segments()
-    judge(record, one.policy.served)
-    stored = codec.tokenizer.decode(list(one.tape.turns[0].sampled))
-    assert stored.startswith("think ")
-    assert "STOP:" not in stored
-    assert chunk == 1 or stored in ("think ", "think STO"[: 6 + 3])
-    one.policy._rest.clear()
-    assert (await one.ask(HI, said(first), user("next"))).text == "Fine."
-    assert "drift/forks" not in one.counters
-    judge(one.records.segments(), one.policy.served)
-
-
 async def test_pieces_come_while_the_policy_samples(codec: HermesCodec) -> None:
     one = bench(codec, "Hello, this is a long answer.", rollout={"group_size": 2, "chunk_tokens": 5})
     items = [item async for item in await one.episode.ask(request(HI))]

@@ -1,0 +1,102 @@
+"""Where a turn ends that no stop token ends: with a stop text, or behind its first call.
+
+Rule: a turn ends with the first token behind which its text holds a stop text. The tokens of the stop text were
+sampled, so they are actions of the turn, and so is the whole last one where it says more than the stop text. What an
+engine sampled behind that token is no part of the turn. An agent is told what stands before the stop text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gspo_core.chat import ChatCodec
+from gspo_core.messages import CallStatus, ToolSchema
+from services.engines.protocol import Span
+from services.episodes.policy import Sampled
+
+# A character whose bytes are not all there yet.
+DAMAGED = "\ufffd"
+
+
+def stop_text_end(codec: ChatCodec, ids: Sequence[int], stops: Sequence[str], first: int = 0) -> tuple[int, str] | None:
+    """How many of ``ids`` are a turn's that a stop text ends, and which text; the first ``first`` hold none of them."""
+    decode = codec.tokenizer.decode
+    if not stops or not _has(decode(ids), stops):
+        return None
+    low, high = first, len(ids)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _has(decode(ids[:middle]), stops) else (middle, high)
+    text = decode(ids[:high])
+    return high, min((place, stop) for stop in stops if stop and (place := text.find(stop)) >= 0)[1]
+
+
+def _has(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops if stop)
+
+
+def before_stop_text(codec: ChatCodec, sampled: Sequence[int], stop_text: str) -> Sequence[int]:
+    """Ids to read what an agent is told of: no more than stands before the stop text that ended the turn.
+
+    A token that holds both is read as far as it is told; what is stored is ``sampled``.
+    """
+    text = codec.tokenizer.decode(sampled) if stop_text else ""
+    place = text.find(stop_text) if stop_text else -1
+    return sampled if place < 0 else _saying(codec, sampled, text, place)
+
+
+def certain_ids(codec: ChatCodec, sampled: Sequence[int], stops: Sequence[str]) -> Sequence[int]:
+    """Those of ``sampled`` that stand before any stop text that further ones may end."""
+    num_held = max((len(stop) - 1 for stop in stops), default=0)
+    if not num_held:
+        return sampled
+    return sampled[: _num_within(codec, sampled, len(codec.tokenizer.decode(sampled)) - num_held)]
+
+
+def _saying(codec: ChatCodec, ids: Sequence[int], text: str, num_chars: int) -> Sequence[int]:
+    """Ids that say the first ``num_chars`` characters of ``text``, which ``ids`` say."""
+    decode = codec.tokenizer.decode
+    length = _num_within(codec, ids, num_chars)
+    while not text.startswith(whole := decode(ids[:length])):
+        length -= 1  # it ends within a character
+    rest = text[len(whole) : num_chars]
+    return [*ids[:length], *codec.tokenizer.encode(rest)] if rest else ids[:length]
+
+
+def _num_within(codec: ChatCodec, ids: Sequence[int], num_chars: int) -> int:
+    """How many ids say no more than the first ``num_chars`` characters of their text."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(codec.tokenizer.decode(ids[:middle]).rstrip(DAMAGED)) <= num_chars:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def first_call_end(
+    codec: ChatCodec, said: Sequence[int], sampled: Sequence[int], tools: Sequence[ToolSchema]
+) -> int | None:
+    """How many of ``sampled``, behind ``said``, are a turn's that ends with its first call; None where it does not.
+
+    An end that the policy samples itself is its own."""
+    ids = [*said, *sampled]
+    calls = codec.parse(ids, tools).calls
+    if not calls or calls[0].status is not CallStatus.OK:
+        return None
+    more = [one for one in ids[calls[0].end :] if one not in codec.stop_ids]
+    return max(calls[0].end - len(said), 0) if codec.tokenizer.decode(more).strip() else None
+
+
+def head(sampled: Sampled, length: int) -> Sampled:
+    """The first ``length`` tokens, each with its own log-prob and version."""
+    generation = sampled.generation
+    if length >= len(generation.output_ids):
+        return sampled
+    spans = tuple(Span(one.label, min(one.start, length), min(one.end, length)) for one in generation.spans)
+    cut = replace(
+        generation, output_ids=generation.output_ids[:length], logprobs=generation.logprobs[:length], spans=spans
+    )
+    return replace(sampled, generation=cut)
