@@ -129,7 +129,7 @@ class AgentEpisode:
         ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         turn = self._again(ask) or self._begin(ask)
-        return Delivery(turn, self._keep_delivery, self._setting.counters)
+        return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
 
     def knows(self, ask: Ask) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
@@ -276,6 +276,7 @@ class AgentEpisode:
             turn.tell()
         turn.entry.finish = finish
         self._answer(turn)
+        self._let_go(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
         may_be_cut = turn.ask.stop or turn.ask.single_call
@@ -342,6 +343,16 @@ class AgentEpisode:
         turn.entry.finish = turn.entry.finish or "stop"
         turn.settle(self._answers.read(turn.entry, turn.ask.tools))
 
+    def _let_go(self, turn: LiveTurn) -> None:
+        """What nobody waits for any more is not held: an episode has many turns."""
+        if turn.is_over and self._live.get(turn.entry.number) is turn:
+            del self._live[turn.entry.number]
+
+    def _settle_all(self, refusal: Refusal) -> None:
+        for turn in list(self._live.values()):
+            turn.settle(refusal)
+            self._let_go(turn)
+
     def _close(self, parent: TurnEntry) -> None:
         """A turn that is gone on from is over, though nobody may have asked for its end."""
         if not parent.finish:
@@ -400,7 +411,7 @@ class AgentEpisode:
             await self._cancel(Refusal(RefusalKind.ENDED, "this episode has ended"))
         try:
             async with asyncio.timeout(LAST_DELIVERY_S):
-                for turn in self._live.values():
+                for turn in list(self._live.values()):
                     while turn.deliveries and turn.answer is not None:
                         await turn.changed.wait()
         except TimeoutError:
@@ -417,8 +428,7 @@ class AgentEpisode:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for turn in self._live.values():
-            turn.settle(refusal)
+        self._settle_all(refusal)
 
     async def _sample_or_fail(self, turn: LiveTurn) -> None:
         try:
@@ -429,8 +439,7 @@ class AgentEpisode:
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
-        for turn in self._live.values():
-            turn.settle(self._lost())
+        self._settle_all(self._lost())
 
     @property
     def is_erased(self) -> bool:

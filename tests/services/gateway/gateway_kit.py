@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -218,7 +218,9 @@ def quick_order(**changes: Any) -> Order:
     lease = changes.pop("lease", EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, reads=NEWEST_SCHEMA))
     limits = {"max_turns": 1000, "max_tool_calls": 1000, "max_episode_tokens": 100_000, "max_context_tokens": 4096}
     limits |= changes.pop("limits", {})
-    return make_order(lease, world(), limits=limits, **changes)
+    context_tokens = changes.pop("context_tokens", None)
+    order = make_order(lease, world(), limits=limits, **changes)
+    return order if context_tokens is None else replace(order, max_context_tokens=context_tokens)
 
 
 class Bench:
