@@ -7,12 +7,15 @@ tells, in the order reasoning, text, calls.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gspo_core.json_value import JSON
 from services.gateway.dialects.faults import Fault
 from services.gateway.turns import Answer, Ask, Piece, VersionSpan
+
+# Fields of requests, in any dialect.
+HISTORIES = frozenset({"messages", "input"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class Question:
     body: Mapping[str, JSON]
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
+
+    def without_history(self) -> Question:
+        """For the answer, which tells nothing of it: it is large, and a stream may be open for long."""
+        body = {name: value for name, value in self.body.items() if name not in HISTORIES}
+        return replace(self, ask=replace(self.ask, messages=(), tools=()), body=body)
 
 
 @dataclass(frozen=True, slots=True)
