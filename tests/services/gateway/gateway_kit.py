@@ -140,16 +140,26 @@ def _name(ids: Sequence[int]) -> bytes:
     return np.array(ids, np.int32).tobytes()
 
 
+def added(held: Snapshot | None, kept: Kept) -> Snapshot:
+    """What is kept with this."""
+    if held is None or not kept.is_part:
+        return kept.snapshot
+    return replace(kept.snapshot, data=held.data, parts=(*held.parts, kept.snapshot.data))
+
+
 class HeldRecords:
     """The part of the queue that one episode needs, with its checks, in memory."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
         self.snapshot: Snapshot | None = None
+        self.num_kept_bytes = 0
+        """That it was given, beside segments."""
         self.token = "token"
         self.attempt = 0
         self.calls: list[list[str]] = []
         """What each call stored."""
+        self.stored: list[Sequence[Append | Kept]] = []
         self.calls_left: int | None = None
         """After so many writes the process is dead."""
 
@@ -171,10 +181,12 @@ class HeldRecords:
             if index != len(payloads):
                 raise Gap(f"{index} after {len(payloads)}")
             if isinstance(item, Kept):
-                snapshot = item.snapshot
+                self.num_kept_bytes += len(item.snapshot.data)
+                snapshot = added(snapshot, item)
             else:
                 payloads.append(item.payload)
         self.payloads, self.snapshot = payloads, snapshot
+        self.stored.append(appends)
         self.calls.append(["turns" if isinstance(item, Kept) else "segment" for item in appends])
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
