@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
+from services.gateway.bodies import SMALL_BODY_BYTES, Bodies
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
 from services.gateway.dialects.dialect import Dialect, Question
@@ -29,7 +31,7 @@ from services.gateway.dialects.sent import Reader, Sent, without_index
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.receipts import Receipts
-from services.gateway.requests import RequestMiddleware, dialect_of, key_of, read_json
+from services.gateway.requests import RequestMiddleware, dialect_of, key_of
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace, Reply, fault_reply, json_reply
@@ -51,10 +53,11 @@ def build_app(
     pace: Pace | None = None,
     forwarding: Middleware | None = None,
     seats: Seats | None = None,
+    bodies: Bodies | None = None,
 ) -> ASGIApp:
     """``stopping`` is set when the process is asked to leave: who waits for an answer is then sent elsewhere.
     ``forwarding`` passes on what another gateway is to answer."""
-    routes = _Routes(turns, is_ready, stopping, pace or Pace())
+    routes = _Routes(turns, is_ready, stopping, pace or Pace(), bodies or Bodies())
     posts = dict.fromkeys(DIALECTS, routes.turn) | {
         "/v1/messages/count_tokens": routes.count_tokens,
         "/v1/episode/reward": routes.reward,
@@ -70,28 +73,33 @@ def build_app(
 
 
 class _Routes:
-    def __init__(self, turns: Turns, is_ready: Callable[[], bool], stopping: asyncio.Event, pace: Pace) -> None:
+    def __init__(
+        self, turns: Turns, is_ready: Callable[[], bool], stopping: asyncio.Event, pace: Pace, bodies: Bodies
+    ) -> None:
         self._turns = turns
         self._is_ready = is_ready
         self._stopping = stopping
         self._leaving: asyncio.Task[bool] | None = None
         self._pace = pace
+        self._bodies = bodies
         self._receipts = Receipts()
 
     async def turn(self, request: Request) -> Reply:
         dialect, key = DIALECTS[request.url.path], key_of(request.headers)
-        # Before the body is read: without a key, nothing is.
+        # Before the body is read: without a key that opens something, nothing is.
         names = await self._turns.model_names(key)
-        question = dialect.read(await read_json(request), request.headers)
-        ask = replace(
-            question.ask,
-            dialect=_name_of(request.url.path),
-            model=question.model,
-            user=user_of(question.body),
-            dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
-            unsupported=question.unsupported,
-        )
-        answering: Answering = await self._turns.ask(key, ask)
+        with self._bodies.of(key) as body:
+            question = await body.read(request, partial(dialect.read, headers=request.headers))
+            ask = replace(
+                question.ask,
+                dialect=_name_of(request.url.path),
+                model=question.model,
+                user=user_of(question.body),
+                dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
+                unsupported=question.unsupported,
+            )
+            answering: Answering = await self._turns.ask(key, ask)
+        question = question.without_history()
         model = question.model if question.model in names else names[0]
         headers = _ignored(question, names)
         if FORWARDED_BY in request.headers:
@@ -102,8 +110,9 @@ class _Routes:
     async def count_tokens(self, request: Request) -> Response:
         key = key_of(request.headers)
         names = await self._turns.model_names(key)
-        question = _COUNTING.read(await read_json(request), request.headers)
-        count = await self._turns.count_tokens(key, replace(question.ask, unsupported=question.unsupported))
+        with self._bodies.of(key) as body:
+            question = await body.read(request, partial(_COUNTING.read, headers=request.headers))
+            count = await self._turns.count_tokens(key, replace(question.ask, unsupported=question.unsupported))
         return json_reply({"input_tokens": count}, _ignored(question, names))
 
     async def models(self, request: Request) -> Response:
@@ -121,7 +130,8 @@ class _Routes:
         return json_reply(_model_of_anthropic(asked) if is_anthropics else _model_of_openai(asked), {})
 
     async def reward(self, request: Request) -> Response:
-        key, sent = key_of(request.headers), Sent(await read_json(request))
+        key = key_of(request.headers)
+        sent = await self._small(key, request)
         taken = Reader(EPISODE, is_strict=True).take(sent)
         reward, turn, token = taken.need("reward"), taken.get("turn"), taken.get("token")
         value = reward.value
@@ -138,11 +148,16 @@ class _Routes:
         return json_reply({"finished": True}, {})
 
     async def receipt(self, request: Request) -> Response:
-        key, sent = key_of(request.headers), Sent(await read_json(request))
+        key = key_of(request.headers)
         await self._turns.model_names(key)
+        sent = await self._small(key, request)
         taken = Reader(RECEIPT, is_strict=True).take(sent)
         await self._receipts.settle(key, taken.need("turn").name(), is_delivered=taken.need("delivered").flag())
         return json_reply({}, {})
+
+    async def _small(self, key: str, request: Request) -> Sent:
+        with self._bodies.of(key) as body:
+            return await body.read(request, Sent, SMALL_BODY_BYTES)
 
     async def healthz(self, request: Request) -> Response:
         return json_reply({"status": "ok"}, {})

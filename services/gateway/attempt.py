@@ -69,10 +69,12 @@ class AgentDriver:
         if is_gone or not may_go_on(order):
             return Again("episodes/restarted")
         kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
-        tree = None if kept is None or kept.attempt != attempt else TreeSnapshot.decode(kept.data)
-        if kept is None or tree is None or not tree.covers(record):
+        tree = None
+        if kept is not None and kept.attempt == attempt:
+            tree = TreeSnapshot.together([kept.data, *kept.parts])
+        if tree is None or not tree.covers(record):
             return Again("episodes/restarted")
-        return GoOn(kept.data)
+        return GoOn(tree.encode())
 
 
 def may_go_on(order: Order) -> bool:

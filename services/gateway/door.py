@@ -91,7 +91,9 @@ class Door:
         return (await self._episode(key)).count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
-        self._named(key)
+        """Also refuses what is known to be over: it is asked before a body is read."""
+        episode, attempt = self._named(key)
+        self._held(episode, attempt)
         return self._model_names
 
     async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
@@ -148,21 +150,24 @@ class Door:
             raise Refusal(RefusalKind.ENDED, "this key has expired")
         return named
 
+    def _held(self, episode: EpisodeKey, attempt: Attempt) -> AgentEpisode | None:
+        """None where it is not here (yet). Raises ``Refusal`` where it is over."""
+        held = self._open.get(episode)
+        newest = held[0] if held else self._ended.get(episode, NONE)
+        if newest > attempt or (newest == attempt and not held):
+            raise Refusal(RefusalKind.ENDED, OVER)
+        return held[1] if held and newest == attempt else None
+
     async def _episode(self, key: str) -> AgentEpisode:
         episode, attempt = self._named(key)
-        held = self._open.get(episode)
-        if held and held[0] == attempt:
-            return held[1]
+        if (held := self._held(episode, attempt)) is not None:
+            return held
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 while True:
                     opened = self._opened
-                    held = self._open.get(episode)
-                    newest = held[0] if held else self._ended.get(episode, NONE)
-                    if newest > attempt or (newest == attempt and not held):
-                        raise Refusal(RefusalKind.ENDED, OVER)
-                    if held and newest == attempt:
-                        return held[1]
+                    if (held := self._held(episode, attempt)) is not None:
+                        return held
                     if self._leaving.is_set():
                         break
                     await first_of(opened, self._leaving)

@@ -31,6 +31,7 @@ from services.gateway.plan import Beginning, Plan
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
+from services.gateway.tree_parts import Part, TreeParts
 from services.gateway.turns import ERASED, Ask, Refusal, RefusalKind
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import Erased
@@ -78,11 +79,8 @@ class AgentEpisode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
-        self._has_new = False
-        """A turn was begun, or ended by a text, since the turns were last kept."""
+        self._parts = TreeParts()
         self._is_finished = False
-        self._num_kept_bytes = 0
-        """Of the turns, when they were last kept."""
         self.num_requests = 0
         """Of whatever kind: signs that the agent lives."""
         self.is_sealed = False
@@ -114,10 +112,13 @@ class AgentEpisode:
         if kept.finished:
             self._is_finished = True
             self.finished.set()
+        self._parts.restore(kept, self._tape.turns)
         for entry in kept.turns:
             if entry.number in self._tape.turns:  # nothing was sampled for the others
                 if begins_again:
                     entry.delivered, entry.owed = False, True
+                if begins_again or not entry.answer:
+                    self._parts.touch(entry.number)
                 self._tape.turns[entry.number].num_begun = entry.num_begun
                 self.history.add(entry)
         self._next_turn = max(self._tape.turns, default=-1) + 1
@@ -131,7 +132,7 @@ class AgentEpisode:
         self._check_open()
         self._check_supported(ask)
         turn = self._again(ask) or self._begin(ask)
-        return Delivery(turn, self._keep_delivery, self._setting.counters)
+        return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
 
     def knows(self, ask: Ask) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
@@ -202,6 +203,7 @@ class AgentEpisode:
         entry = entry or self._repeated(ask)
         if entry is None:
             return None
+        self._parts.touch(entry.number)
         self.history.name(entry, ask.repeat_key)
         self._setting.counters.add("turns/repeated")
         entry.num_repeats += 1
@@ -237,7 +239,7 @@ class AgentEpisode:
         entry.num_begun = beginning.num_begun
         self._check_room(len(msgspec.msgpack.encode(entry)))
         self._budget.stopped = None
-        self._has_new = True
+        self._parts.touch(entry.number)
         self._next_turn += 1
         if place.parent is not None and place.parent.number in self._tape.turns:
             self._close(place.parent)
@@ -288,6 +290,7 @@ class AgentEpisode:
             turn.stored()
         turn.entry.finish = finish
         self._answer(turn)
+        self._let_go(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
         most = self._order.chunk_tokens
@@ -317,9 +320,9 @@ class AgentEpisode:
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
         segments = self._tape.record(turn.taped, sampled, self._meter.take())
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
-        kept = self._kept() if self._has_new else None
+        part = self._part() if self._parts.has_new else None
         with self._meter.storing():
-            await self._setting.outbox.append(segments, self._note(), kept)
+            await self._store(part, segments, self._note())
 
     def _as_asked(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
         """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
@@ -332,15 +335,29 @@ class AgentEpisode:
         if ended is None:
             return sampled
         turn.entry.finish, turn.entry.stop_text = "stop", ended[1]
-        self._has_new = True  # the tokens alone do not say which request's stop text ended them
+        self._parts.touch(
+            turn.entry.number, is_due=True
+        )  # the tokens alone do not say which request's stop text ended them
         return head(sampled, ended[0] - len(taped.sampled))
 
     def _answer(self, turn: LiveTurn) -> None:
         turn.entry.finish = turn.entry.finish or "stop"
         turn.settle(self._answers.read(turn.entry, turn.ask.tools))
 
+    def _let_go(self, turn: LiveTurn) -> None:
+        """What nobody waits for any more is not held: an episode has many turns."""
+        if turn.is_over and self._live.get(turn.entry.number) is turn:
+            self._parts.touch(turn.entry.number)
+            del self._live[turn.entry.number]
+
+    def _settle_all(self, refusal: Refusal) -> None:
+        for turn in list(self._live.values()):
+            turn.settle(refusal)
+            self._let_go(turn)
+
     def _close(self, parent: TurnEntry) -> None:
         """A turn that is gone on from is over, though nobody may have asked for its end."""
+        self._parts.touch(parent.number)
         if not parent.finish:
             sampled = self._tape.turns[parent.number].sampled
             parent.finish = "stop" if sampled and sampled[-1] in self._setting.codec.stop_ids else "length"
@@ -356,24 +373,32 @@ class AgentEpisode:
     def num_calls(self) -> int:
         return sum(entry.num_calls for entry in self.history.entries.values())
 
-    def _kept(self) -> Kept:
-        """As it is behind all segments that were cut so far. Nothing may be awaited between this and its storing."""
-        tape, entries = self._tape, list(self.history.entries.values())
-        data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "", self._is_finished).encode()
-        self._has_new, self._num_kept_bytes = False, len(data)
-        return Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, data))
+    def _part(self) -> Part:
+        """What has changed behind all segments that were cut so far. Nothing may be awaited between this and its
+        storing."""
+        entries, rewards = self.history.entries, self.rewards.posted
+        return self._parts.next(entries, self._live, rewards, self.stopped, finished=self._is_finished)
+
+    async def _store(self, part: Part | None, segments: Sequence[Segment] = (), note: str = "") -> None:
+        tape, kept = self._tape, None
+        if part is not None:
+            kept = Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, part.data), is_part=True)
+        await self._setting.outbox.append(segments, note, kept=kept)
+        if part is not None:
+            self._parts.stored(part)
+            self._parts.settle(self.history.entries)
 
     def _check_room(self, num_bytes: int) -> None:
         """For so many more. Raises ``Refusal``."""
         try:
-            check_room(self._num_kept_bytes + num_bytes)
+            check_room(self._parts.num_bytes + num_bytes)
         except SnapshotTooLarge as error:
             raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: too many turns to keep: {error}") from error
 
     async def _save(self) -> None:
         """Raises ``Refusal``."""
         try:
-            await self._setting.outbox.append([], kept=self._kept())
+            await self._store(self._part())
         except Exception as error:  # the lease is lost, or the server was rolled back
             self._fail(error)
             raise self._lost() from error
@@ -397,7 +422,7 @@ class AgentEpisode:
             await self._cancel(Refusal(RefusalKind.ENDED, "this episode has ended"))
         try:
             async with asyncio.timeout(LAST_DELIVERY_S):
-                for turn in self._live.values():
+                for turn in list(self._live.values()):
                     while turn.deliveries and turn.answer is not None:
                         await turn.changed.wait()
         except TimeoutError:
@@ -414,8 +439,7 @@ class AgentEpisode:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for turn in self._live.values():
-            turn.settle(refusal)
+        self._settle_all(refusal)
 
     async def _sample_or_fail(self, turn: LiveTurn) -> None:
         try:
@@ -426,8 +450,7 @@ class AgentEpisode:
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
-        for turn in self._live.values():
-            turn.settle(self._lost())
+        self._settle_all(self._lost())
 
     @property
     def is_erased(self) -> bool:

@@ -23,7 +23,8 @@ _ANSWERED = Ask(())
 
 
 class LiveTurn:
-    """A turn that was asked for here."""
+    """A turn that was asked for here, until its answer is known and nobody is being given it. Asked for once more, it
+    is read again from what was stored."""
 
     def __init__(self, id: str, entry: TurnEntry, taped: TapedTurn, ask: Ask, codec: ChatCodec) -> None:
         self.id = id
@@ -39,6 +40,10 @@ class LiveTurn:
         self._certain = Piece()
         self._num_stored = len(taped.sampled)
         self._num_read = 0
+
+    @property
+    def is_over(self) -> bool:
+        return (self.answer is not None or self.refusal is not None) and not self.deliveries
 
     @property
     def changed(self) -> asyncio.Event:
@@ -75,10 +80,17 @@ class LiveTurn:
 class Delivery:
     """An answer on its way to one client."""
 
-    def __init__(self, turn: LiveTurn, keep: Callable[[], Awaitable[None]], counters: Counters) -> None:
-        """``keep`` makes durable that it was delivered."""
+    def __init__(
+        self,
+        turn: LiveTurn,
+        keep: Callable[[], Awaitable[None]],
+        counters: Counters,
+        ended: Callable[[LiveTurn], None],
+    ) -> None:
+        """``keep`` makes durable that it was delivered. ``ended``: the turn is not on its way here any more."""
         self._turn = turn
         self._keep = keep
+        self._ended = ended
         self._counters = counters
         self._is_over = False
         turn.deliveries.add(self)
@@ -138,3 +150,4 @@ class Delivery:
         self._is_over = True
         self._turn.deliveries.discard(self)
         self._turn.tell()
+        self._ended(self._turn)

@@ -1,26 +1,22 @@
-"""Common to every request of an agent: its key, its body, its line in the log, and an answer where something failed.
+"""Common to every request of an agent: its key, its line in the log, and an answer where something failed.
 
-Rule: the key stands in a header, never in a path, and is never logged, nor is a path that is none of ours. No client
-can make this process read without bound.
+Rule: the key stands in a header, never in a path, and is never logged, nor is a path that is none of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 import traceback
 from collections.abc import Collection, Mapping
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gspo_core import strict_json
-from gspo_core.json_value import JSON
+from services.gateway.bodies import BodyTooLarge
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import Dialect
 from services.gateway.dialects.faults import Fault, fault_of, final
@@ -30,19 +26,10 @@ from services.gateway.streams import fault_reply
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.telemetry import get_logger
 
-# Histories hold whole files and outputs of tools.
-MAX_BODY_BYTES = 64 << 20
 # Keys of episodes begin with it, so that one is found beside a key of another service.
 KEY_PREFIX = "ep_"
-# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
 
 _LEAVING = Refusal(RefusalKind.AWAY, "this gateway is about to leave; ask again, and another one answers")
-
-
-class BodyTooLarge(Exception):
-    """More bytes than ``MAX_BODY_BYTES``."""
 
 
 def key_of(headers: Mapping[str, str]) -> str:
@@ -54,28 +41,6 @@ def key_of(headers: Mapping[str, str]) -> str:
         message = "no key: send that of the episode as Authorization: Bearer KEY, or as x-api-key"
         raise Refusal(RefusalKind.UNKNOWN_KEY, message)
     return next((key for key in sent if key.startswith(KEY_PREFIX)), sent[0])
-
-
-async def read_json(request: Request) -> JSON:
-    """Raises ``Refusal`` and ``BodyTooLarge``."""
-    told = request.headers.get("content-length", "0")
-    if told.isdecimal() and int(told) > MAX_BODY_BYTES:
-        raise BodyTooLarge
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge
-    try:
-        value = strict_json.parse(bytes(body))
-        if _SURROGATE.search(body):
-            msgspec.json.encode(value)
-    except strict_json.TextRejected as error:
-        where = f" (line {error.line}, column {error.column})" if error.line else ""
-        raise Refusal(RefusalKind.INVALID, f"the body is not JSON: {error}{where}") from None
-    except UnicodeEncodeError:
-        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character") from None
-    return value
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
@@ -94,7 +59,7 @@ def _fault(request: Request, error: Exception) -> Fault:
     if isinstance(error, Refusal):
         return fault_of(error)
     if isinstance(error, BodyTooLarge):
-        return final(413, "body_too_large", f"a body may have at most {MAX_BODY_BYTES} bytes")
+        return final(413, "body_too_large", str(error))
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return final(404, "not_found", f"this gateway has no route {request.method} {request.url.path}")

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.requests import BodyTooLarge, refused
+from services.gateway.bodies import BodyTooLarge
+from services.gateway.requests import refused
 from services.gateway.turns import Refusal
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]

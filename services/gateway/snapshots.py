@@ -2,6 +2,11 @@
 
 Rule: no token and no message. Tokens are in the segments, and messages come again with each request; here are the
 digests by which requests find their turn, what was delivered, and what the agent was paid.
+
+It is kept in parts, each with the turns and rewards that are new or have changed: what is written for a turn does not
+grow with the turns before it. Of each turn the last part that names it counts, so a part may be stored twice, or one
+left out whose turns come again in the next. Parts are never put together in Redis: all of them have a few hundred bytes
+a turn and are read once, by a gateway that takes the episode over.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ import msgspec
 from gspo_core.types import Segment
 from services.gateway.history import TurnEntry
 
-SCHEMA = 1
+# 1 is the whole tree, which a release wrote at each turn. It is the first part of an episode that goes on here.
+SCHEMA = 2
+WHOLE = 1
 KIND = "agent"
-# A larger value in one call would hold up every other client.
-MAX_SNAPSHOT_BYTES = 1024 * 1024
+# Of all parts: reading them must not hold up every other client for long. Some twenty thousand turns.
+MAX_SNAPSHOT_BYTES = 16 * 1024 * 1024
 
 
 class SnapshotTooLarge(Exception):
@@ -41,26 +48,42 @@ class Reward(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TreeSnapshot(msgspec.Struct, frozen=True):
+    """A part, or all parts together."""
+
     turns: list[TurnEntry]
     rewards: list[Reward]
+    """Those that follow the first ``num_rewards`` ones."""
     stopped: str = ""
     """The limit that the last request met."""
     finished: bool = False
     """The agent said that it is done."""
     kind: str = KIND
     schema: int = SCHEMA
+    num_rewards: int = 0
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> TreeSnapshot | None:
-        """None if it is of another kind, or if another release wrote it."""
+        """None if it is of another kind, or if a later release wrote it."""
         try:
             found = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
             return None
-        return found if (found.kind, found.schema) == (KIND, SCHEMA) else None
+        return found if found.kind == KIND and WHOLE <= found.schema <= SCHEMA else None
+
+    @classmethod
+    def together(cls, parts: Sequence[bytes]) -> TreeSnapshot | None:
+        """None if one of them cannot be read."""
+        turns, rewards, last = dict[int, TurnEntry](), list[Reward](), None
+        for data in parts:
+            last = cls.decode(data)
+            if last is None:
+                return None
+            turns |= {entry.number: entry for entry in last.turns}
+            rewards[last.num_rewards :] = last.rewards
+        return None if last is None else cls([*turns.values()], rewards, last.stopped, last.finished)
 
     def covers(self, record: Sequence[Segment]) -> bool:
         """Whether it names every turn that the segments hold tokens of."""

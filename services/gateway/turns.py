@@ -125,7 +125,7 @@ class RefusalKind(StrEnum):
     TOO_LONG = "too_long"
     """The conversation does not fit the model's context."""
     TOO_MANY = "too_many"
-    """The key has too many requests open; the same request may be sent again."""
+    """The key has too many requests open, or too much is being read; the same request may be sent again."""
     AWAY = "away"
     """Not now; the same request may be sent again."""
 
@@ -197,7 +197,8 @@ class Turns(Protocol):
         ...
 
     async def model_names(self, key: str) -> tuple[str, ...]:
-        """Names under which agents may ask for the policy. Raises ``Refusal``."""
+        """Names under which agents may ask for the policy. Raises ``Refusal``, also where the key's episode is known to
+        be over."""
         ...
 
     async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:

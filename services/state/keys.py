@@ -29,7 +29,7 @@ BUS_KEYS = (
     "held",  # sorted set, all scores 0: "token/group:member" of every leased episode
     "holders",  # hash: worker token -> packed {worker, last request, its reply}
     "dead_letters",  # stream, bounded: abandoned episodes, with the reason
-    "snapshots",  # hash: "group:member" -> packed {attempt, segments, data} of restorable worlds
+    "snapshots",  # hash: "group:member" -> packed {attempt, segments, data} of worlds; with "/n": a part
     "rewards",  # hash: "group:member" -> packed end of an episode that waits for its reward
     "reward_deadlines",  # sorted set: those episodes by the time (Unix ms) until which their reward may come
     "posted",  # sorted set, bounded: "group:member/attempt/token" of rewards that came late, in order

@@ -46,6 +46,7 @@ from services.state.queue_records import (
     Stage,
     Waiting,
     digest_of,
+    digest_of_bytes,
     member_name,
     read_awaited,
     read_dead_letter,
@@ -302,7 +303,8 @@ class Bus:
                 raise ValueError(f"{item.key} is not an episode of job {job}")
             if isinstance(item, Kept):
                 at = item.snapshot
-                args += [member_name(item.key), at.attempt, at.num_segments, "world", "", "", at.data, ""]
+                kind, digest = ("part", digest_of_bytes(at.data)) if item.is_part else ("world", "")
+                args += [member_name(item.key), at.attempt, at.num_segments, kind, "", digest, at.data, ""]
                 continue
             version = "" if item.version is None else item.version
             args += [
@@ -354,9 +356,9 @@ class Bus:
         )
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
-        """The newest snapshot."""
-        held = await self._functions.call("read_snapshot", bus_keys(key.job), member_name(key))
-        return None if held is None else Snapshot(int(held[0]), int(held[1]), held[2])
+        """The newest snapshot, with all that was added to it."""
+        held = await self._functions.call("read_snapshot", bus_keys(key.job), member_name(key), "parts")
+        return None if held is None else Snapshot(int(held[0]), int(held[1]), held[2], tuple(held[3:]))
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
         """Return an episode that could not be played; unlike a hand-back, this counts as a failure.

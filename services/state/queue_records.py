@@ -132,6 +132,8 @@ class Snapshot:
     attempt: int
     num_segments: int
     data: bytes
+    parts: tuple[bytes, ...] = ()
+    """What was added to it since, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Kept:
 
     key: EpisodeKey
     snapshot: Snapshot
+    is_part: bool = False
+    """Its data is added behind what is kept, instead of taking its place. Adding the same twice must mean the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,11 @@ def digest_of(item: Append) -> str:
     It detects defects, not forgery: any appender may append anything. A cryptographic digest took a fifth of the time
     of a 16 KiB append.
     """
-    return f"{crc32(item.payload):08x}{len(item.payload):x}" + ("f" if item.final else "")
+    return digest_of_bytes(item.payload) + ("f" if item.final else "")
+
+
+def digest_of_bytes(data: bytes) -> str:
+    return f"{crc32(data):08x}{len(data):x}"
 
 
 def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:

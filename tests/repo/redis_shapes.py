@@ -21,7 +21,7 @@ from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.state.jobs import CancelManner, DesiredState, JobStatus
 from services.state.loans import Loans
-from services.state.queue import Append, Bus, EpisodeLease, Snapshot
+from services.state.queue import Append, Bus, EpisodeLease, Kept, Snapshot
 from services.state.queue_records import PostedReward
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
@@ -65,6 +65,7 @@ async def _play(bus: Bus, store: Store) -> Any:
     await Loans(store._functions).offer(first.key, token, 0, b"told")
     await Loans(store._functions).lend(job, "loan", 60)
     await bus.save_snapshot(first.key, token, Snapshot(0, 1, b"world"))
+    await bus.append(job, token, [Kept(first.key, Snapshot(0, 1, b"part"), is_part=True)])
     yield
     await bus.append(job, token, [_segment(first, 1, final=True)])
     while not await bus.dead_letters(job):

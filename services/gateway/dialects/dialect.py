@@ -7,13 +7,16 @@ tells, in the order reasoning, text, calls.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gspo_core.json_value import JSON
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
 from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
+
+# Fields of requests, in any dialect.
+HISTORIES = frozenset({"messages", "input"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Question:
     """Of tools that are no functions to the client."""
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
+
+    def without_history(self) -> Question:
+        """For the answer, which tells nothing of it: it is large, and a stream may be open for long."""
+        body = {name: value for name, value in self.body.items() if name not in HISTORIES}
+        return replace(self, ask=replace(self.ask, messages=(), tools=()), body=body)
 
 
 @dataclass(frozen=True, slots=True)

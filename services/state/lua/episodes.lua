@@ -58,19 +58,38 @@ register("save_snapshot", {}, function(keys, args)
       .. ", the server holds " .. state.segments .. " of attempt " .. state.attempt)
   end
   local charged, stored = charge(state), stored_bytes(state)
-  state.snapshot = #args[5]
+  drop_parts(K, episode, state.parts or 0)
+  state.snapshot, state.parts, state.part = #args[5], nil, nil
   write_record(K.episodes, episode, state)
   write_record(K.snapshots, episode, {attempt = attempt, segments = segments, data = args[5]})
   account(K, charge(state) - charged, stored_bytes(state) - stored)
   return 1
 end)
 
--- episode -> {attempt, number of segments, data}, or nil
+-- episode, "parts" -> {attempt, number of segments, data, what was added to it in order}, or nil. Who does not ask for
+-- parts is of an earlier release: data without them would be the world of another time, so it is given none.
 register("read_snapshot", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local packed = redis.call("HGET", K.snapshots, args[1])
+  local episode = args[1]
+  local packed = redis.call("HGET", K.snapshots, episode)
   local held = packed and unpacked(packed)
-  return held and {held.attempt, held.segments, held.data}
+  local state = held and view_episode(K, episode)
+  local num_parts = state and state.parts or 0
+  if num_parts == 0 then
+    return held and {held.attempt, held.segments, held.data}
+  elseif args[2] ~= "parts" then
+    return {held.attempt, held.segments, ""}
+  end
+  local found = {held.attempt, held.segments, held.data}
+  for number = 1, num_parts do
+    local part = redis.call("HGET", K.snapshots, part_name(episode, number))
+    part = part and unpacked(part)
+    if not part then
+      return nil
+    end
+    found[2], found[number + 3] = part.segments, part.data
+  end
+  return found
 end)
 
 -- worker, its token, "epoch", episodes -> rows of those that are the worker's now: the ones that waited, and those that it held

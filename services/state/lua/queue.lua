@@ -38,7 +38,8 @@ end
 local function drop_snapshot(K, episode, state)
   if state.snapshot then
     redis.call("HDEL", K.snapshots, episode)
-    state.snapshot = nil
+    drop_parts(K, episode, state.parts or 0)
+    state.snapshot, state.parts, state.part = nil, nil, nil
   end
 end
 
@@ -208,8 +209,8 @@ local function check_append(K, token, state, append, fresh)
   return append
 end
 
--- One world against the state as it will be after the appends before it: whether to write it, or a refusal. One that
--- the episode has gone on from is a resend.
+-- One world, or a part of one, against the state as it will be after the appends before it: whether to write it, or a
+-- refusal. One that the episode has gone on from is a resend, and so is a part that the last one equals.
 local function check_world(token, state, world)
   if not state or token == "" or state.token ~= token or world.attempt < state.attempt then
     return false, fence(state, "snapshot of episode " .. world.episode)
@@ -221,8 +222,31 @@ local function check_world(token, state, world)
   if world.index < state.segments or state.done then
     return false
   end
-  state.snapshot = #world.payload
+  if world.is_part and state.snapshot then
+    if state.part == world.digest then
+      return false
+    end
+    state.parts = (state.parts or 0) + 1
+    state.snapshot, state.part, world.number = state.snapshot + #world.payload, world.digest, state.parts
+    return true
+  end
+  world.num_replaced = state.parts or 0
+  state.snapshot, state.parts, state.part = #world.payload, nil, world.is_part and world.digest or nil
   return true
+end
+
+-- In the order in which they were checked. ``is_over``: nothing is kept of an episode that has ended.
+local function keep_world(K, world, is_over)
+  if world.num_replaced then
+    drop_parts(K, world.episode, world.num_replaced)
+  end
+  if is_over then
+    return
+  elseif world.number then
+    write_record(K.snapshots, part_name(world.episode, world.number), {segments = world.index, data = world.payload})
+  else
+    write_record(K.snapshots, world.episode, {attempt = world.attempt, segments = world.index, data = world.payload})
+  end
 end
 
 local function finish_episode(K, token, episode, is_dead)
@@ -268,14 +292,16 @@ end
 
 -- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload, note (what
 -- can be looked at while the episode runs; no part of the segment). In the place of ``final``, "world" says that this is
--- the world as it is after ``index`` segments; it replaces an older one. All of it or nothing is written.
+-- the world as it is after ``index`` segments; it replaces an older one. "part": it is added behind the one that is
+-- there, and is the first of it where none is. All of it or nothing is written.
 register("append", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, appends, worlds = args[1], {}, {}
   for position = 2, #args, 8 do
     appends[#appends + 1] = {
       episode = args[position], attempt = tonumber(args[position + 1]), index = tonumber(args[position + 2]),
-      final = args[position + 3] == "1", is_world = args[position + 3] == "world", version = tonumber(args[position + 4]), digest = args[position + 5],
+      final = args[position + 3] == "1", is_part = args[position + 3] == "part",
+      is_world = args[position + 3] == "world" or args[position + 3] == "part", version = tonumber(args[position + 4]), digest = args[position + 5],
       payload = args[position + 6], note = args[position + 7]
     }
   end
@@ -287,7 +313,7 @@ register("append", {}, function(keys, args)
     local state, write, refusal = states[append.episode], nil, nil
     if append.is_world then
       write, refusal = check_world(token, state, append)
-      worlds[append.episode] = write and append or worlds[append.episode]
+      worlds[#worlds + 1] = write and append or nil
     else
       write, refusal = check_append(K, token, state, append, fresh)
       writes[#writes + 1] = write
@@ -296,7 +322,7 @@ register("append", {}, function(keys, args)
       return refusal
     end
   end
-  if #writes == 0 and next(worlds) == nil then
+  if #writes == 0 and #worlds == 0 then
     return 0
   end
   local changed = {}
@@ -311,10 +337,8 @@ register("append", {}, function(keys, args)
   write_fields(K.episodes, changed)
   account(K, charged, stored)
   store_segments(K, writes)
-  for episode, world in pairs(worlds) do
-    if not states[episode].done then
-      write_record(K.snapshots, episode, {attempt = world.attempt, segments = world.index, data = world.payload})
-    end
+  for _, world in ipairs(worlds) do
+    keep_world(K, world, states[world.episode].done)
   end
   for _, write in ipairs(writes) do
     if write.final then
@@ -342,7 +366,7 @@ register("restart", {}, function(keys, args)
   end
   local kept_world = num_kept > 0 and redis.call("HGET", K.snapshots, episode)
   local world = kept_world and unpacked(kept_world)
-  if num_kept > 0 and not (world and world.segments == num_kept) then
+  if num_kept > 0 and (state.parts or not (world and world.segments == num_kept)) then
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. " from segment " .. num_kept
       .. " on, where no world was kept")
   end

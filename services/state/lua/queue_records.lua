@@ -3,7 +3,7 @@
 -- DAMAGED, and the trainer empties the queue and dispatches again.
 
 -- 1 (no number) is everything before 0.2.0; its oldest episodes lack some of the counters. 3 adds the offers and loans of
--- episodes that agents fetch, and episodes that wait for their reward; all else is as in 2.
+-- episodes that agents fetch, episodes that wait for their reward, and the parts of worlds; all else is as in 2.
 local SCHEMA = 3
 local COUNTERS_OF_OLD = {"reserve", "bytes", "failures", "deaths", "furthest"}
 local NUMBERS = {"attempt", "segments", "sequence", "reserve", "bytes", "failures", "deaths", "furthest"}
@@ -125,6 +125,30 @@ local function drop_offer(K, episode)
   end
 end
 
+-- What was added to a world since it was stored: a record each, so that adding costs the same however large it has grown.
+local function part_name(episode, number)
+  return episode .. "/" .. number
+end
+
+local function drop_parts(K, episode, count)
+  local fields = {}
+  for number = 1, count do
+    fields[number] = part_name(episode, number)
+  end
+  in_chunks(fields, function(some)
+    redis.call("HDEL", K.snapshots, unpack(some))
+  end)
+end
+
+-- Of an episode whose record cannot be read.
+local function count_parts(K, episode)
+  local count = 0
+  while redis.call("HEXISTS", K.snapshots, part_name(episode, count + 1)) == 1 do
+    count = count + 1
+  end
+  return count
+end
+
 -- Nobody knows what the unreadable record was charged, so both sums are made anew.
 local function account_anew(K)
   local charged, stored = 0, 0
@@ -179,6 +203,7 @@ local function bury(K, episode)
     reserve = 0, bytes = 0, failures = 0, deaths = 0, furthest = 0
   }
   release_from_all(K, episode)
+  drop_parts(K, episode, count_parts(K, episode))
   redis.call("HDEL", K.snapshots, episode)
   redis.call("HDEL", K.rewards, episode)
   redis.call("ZREM", K.reward_deadlines, episode)

@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -140,16 +140,26 @@ def _name(ids: Sequence[int]) -> bytes:
     return np.array(ids, np.int32).tobytes()
 
 
+def added(held: Snapshot | None, kept: Kept) -> Snapshot:
+    """What is kept with this."""
+    if held is None or not kept.is_part:
+        return kept.snapshot
+    return replace(kept.snapshot, data=held.data, parts=(*held.parts, kept.snapshot.data))
+
+
 class HeldRecords:
     """The part of the queue that one episode needs, with its checks, in memory."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
         self.snapshot: Snapshot | None = None
+        self.num_kept_bytes = 0
+        """That it was given, beside segments."""
         self.token = "token"
         self.attempt = 0
         self.calls: list[list[str]] = []
         """What each call stored."""
+        self.stored: list[Sequence[Append | Kept]] = []
         self.calls_left: int | None = None
         """After so many writes the process is dead."""
 
@@ -171,10 +181,12 @@ class HeldRecords:
             if index != len(payloads):
                 raise Gap(f"{index} after {len(payloads)}")
             if isinstance(item, Kept):
-                snapshot = item.snapshot
+                self.num_kept_bytes += len(item.snapshot.data)
+                snapshot = added(snapshot, item)
             else:
                 payloads.append(item.payload)
         self.payloads, self.snapshot = payloads, snapshot
+        self.stored.append(appends)
         self.calls.append(["turns" if isinstance(item, Kept) else "segment" for item in appends])
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
@@ -218,7 +230,9 @@ def quick_order(**changes: Any) -> Order:
     lease = changes.pop("lease", EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, reads=NEWEST_SCHEMA))
     limits = {"max_turns": 1000, "max_tool_calls": 1000, "max_episode_tokens": 100_000, "max_context_tokens": 4096}
     limits |= changes.pop("limits", {})
-    return make_order(lease, world(), limits=limits, **changes)
+    context_tokens = changes.pop("context_tokens", None)
+    order = make_order(lease, world(), limits=limits, **changes)
+    return order if context_tokens is None else replace(order, max_context_tokens=context_tokens)
 
 
 class Bench:

@@ -460,7 +460,7 @@ async def test_a_turn_is_stored_in_one_with_its_first_tokens(codec: HermesCodec)
 async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(
     codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 1000)
+    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 3000)
     one = Bench(codec)
     refusal = await refused(on_and_on(one, [HI]))
     assert refusal.kind is RefusalKind.OVER_BUDGET

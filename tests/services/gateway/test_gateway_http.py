@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message, Send
 
 from services.gateway.app import build_app
-from services.gateway.requests import MAX_BODY_BYTES
+from services.gateway.bodies import MAX_BODY_BYTES
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace
 from services.gateway.turns import Ask, Refusal, RefusalKind

@@ -121,7 +121,7 @@ class Conversation:
         self.counters = setting.counters
         self.episode = AgentEpisode(setting, self.order, tape, meter, lambda: NOW)
         if self.records.payloads and self.records.snapshot is not None:
-            kept = TreeSnapshot.decode(self.records.snapshot.data)
+            kept = TreeSnapshot.together([self.records.snapshot.data, *self.records.snapshot.parts])
             assert kept is not None
             self.episode.restore(self.records.segments(), kept, begins_again=False)
 

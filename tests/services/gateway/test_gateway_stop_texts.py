@@ -209,7 +209,8 @@ async def test_a_turn_that_a_text_ended_is_kept_in_one_with_its_last_tokens(code
     one.policy._rest.clear()
     one.policy.speeches.append(one.speech.say("Fine."))
     again = Bench(codec, one.records, one.policy)
-    tree = TreeSnapshot.decode(one.records.snapshot.data)
+    kept = one.records.snapshot
+    tree = TreeSnapshot.together([kept.data, *kept.parts])
     assert tree is not None
     again.episode.restore(one.records.segments(), tree, begins_again=False)
     second = await again.ask(HI, stop=("STOP:",), is_retry=True)

@@ -59,7 +59,7 @@ class Agent:
         bench = Bench(self.codec, self.records, self.policy, rollout={"group_size": 2, "chunk_tokens": 5})
         kept = self.records.snapshot
         if kept is not None:
-            tree = TreeSnapshot.decode(kept.data)
+            tree = TreeSnapshot.together([kept.data, *kept.parts])
             assert tree is not None
             assert tree.covers(self.records.segments())
             bench.episode.restore(self.records.segments(), tree, begins_again=False)

@@ -288,7 +288,7 @@ class QueueModel:
         shift: int,
     ) -> None:
         """Segments of several episodes: after what is there, again what is there, beyond it, with another content;
-        behind some of them the world of their episode, as it is there or elsewhere."""
+        behind some of them the world of their episode, or a part of it, as it is there or elsewhere."""
         name, first = self._pick(choice, is_zombie)
         keys = [first, *(key for holder, key in self._held() if holder == name)]
         present: dict[EpisodeKey, int] = {}
@@ -304,10 +304,12 @@ class QueueModel:
             present[key] += ahead == 0
             if which % 2:
                 at = max(0, present[key] + WORLD_AT.get(which, 0))
-                appends.append(Kept(key, Snapshot(attempt, at, f"the world of {key} at {at}".encode())))
+                world = Snapshot(attempt, at, f"the world of {key} at {at}".encode())
+                appends.append(Kept(key, world, is_part=which % 4 == 3))
         self.same(lambda side: side.bus.append(JOB, side.tokens[name], appends))
         # Said again, as a client whose reply was lost does.
         self.same(lambda side: side.bus.append(JOB, side.tokens[name], appends))
+        self.same(lambda side: side.bus.read_snapshot(first))
 
     @rule(choice=CHOICE, is_zombie=SELDOM)
     def finish(self, choice: int, is_zombie: bool) -> None:
@@ -552,6 +554,7 @@ BROKEN = {
         "state.attempt, state.bytes, state.version = attempt, 0, nil",
     ),
     "a world is kept without its segments": ("not (world and world.segments == num_kept)", "not world"),
+    "a part that is said again is added twice": ("if state.part == world.digest then", "if false then"),
     "a world stays with the attempt before": ("    world.attempt = attempt\n", ""),
     "a worker gets several suspects": ("and limit > 0 and not holds_a_suspect(K, token)", "and limit > 0"),
     "suspects come like all others": ("take(K, num_suspects, limit", "take(K, 0, limit"),

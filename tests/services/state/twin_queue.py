@@ -260,13 +260,13 @@ class TwinBus(TwinAwaitedRewards, TwinErasing):
         if attempt > episode.attempt + 1:
             raise Gap(f"attempt {attempt} of episode {key}, there is only {episode.attempt}")
         world = episode.snapshot
-        if kept and (world is None or world.num_segments != len(kept)):
+        if kept and (world is None or world.num_segments != len(kept) or world.parts):
             raise Gap(f"attempt {attempt} of episode {key}: no world after segment {len(kept)}")
         episode.furthest = max(episode.furthest, len(episode.segments))
         episode.attempt, episode.segments = attempt, []
         episode.version = min((item.version for item in kept if item.version is not None), default=None)
         episode.note = kept[-1].note[:MAX_NOTE_CHARS] if kept else ""
-        episode.snapshot = replace(world, attempt=attempt) if kept and world else None
+        episode.snapshot, episode.last_part = replace(world, attempt=attempt) if kept and world else None, None
         queue = self._world.queue(key.job)
         for item in kept:
             queue.last_position += 1
@@ -296,7 +296,7 @@ class TwinBus(TwinAwaitedRewards, TwinErasing):
             raise fenced(episode, f"snapshot of episode {key}")
         if (snapshot.attempt, snapshot.num_segments) != (episode.attempt, len(episode.segments)):
             raise Gap(f"snapshot of episode {key} after segment {snapshot.num_segments}")
-        episode.snapshot = snapshot
+        episode.snapshot, episode.last_part = snapshot, None
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
         episode = find(self._world.queue(key.job), key)
@@ -411,6 +411,15 @@ def _check_append(episode: TwinEpisode | None, token: str, item: Append) -> None
         raise Conflict(f"{name} after the last one of its episode")
 
 
+def _with_part(episode: TwinEpisode, data: bytes) -> Snapshot:
+    """What equals the part that was added last is a resend."""
+    held = episode.snapshot
+    if held is None:
+        return Snapshot(episode.attempt, len(episode.segments), data)
+    parts = held.parts if data == episode.last_part else (*held.parts, data)
+    return replace(held, num_segments=len(episode.segments) if parts != held.parts else held.num_segments, parts=parts)
+
+
 def _keep(episode: TwinEpisode | None, token: str, kept: Kept) -> TwinEpisode:
     """``episode`` with the snapshot, unless it has gone on or ended since."""
     snapshot = kept.snapshot
@@ -419,7 +428,8 @@ def _keep(episode: TwinEpisode | None, token: str, kept: Kept) -> TwinEpisode:
     if snapshot.attempt > episode.attempt or snapshot.num_segments > len(episode.segments):
         raise Gap(f"snapshot of episode {kept.key} after segment {snapshot.num_segments}")
     if snapshot.num_segments == len(episode.segments) and episode.stage not in _ENDED:
-        episode.snapshot = snapshot
+        episode.snapshot = _with_part(episode, snapshot.data) if kept.is_part else snapshot
+        episode.last_part = snapshot.data if kept.is_part else None
     return episode
 
 

@@ -59,6 +59,8 @@ class TwinEpisode:
     furthest: int = 0
     segments: list[TwinSegment] = field(default_factory=list)
     snapshot: Snapshot | None = None
+    last_part: bytes | None = None
+    """Of the snapshot, where its last piece was added as a part."""
     note: str = ""
     awaited: TwinAwaited | None = None
     """While it waits for its reward."""
@@ -74,7 +76,9 @@ class TwinEpisode:
 
     @property
     def snapshot_bytes(self) -> int:
-        return len(self.snapshot.data) if self.snapshot else self.awaited.num_bytes if self.awaited else 0
+        if self.snapshot:
+            return len(self.snapshot.data) + sum(map(len, self.snapshot.parts))
+        return self.awaited.num_bytes if self.awaited else 0
 
     @property
     def charged_bytes(self) -> int:

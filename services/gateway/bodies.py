@@ -1,0 +1,137 @@
+"""Bodies of requests: read within budgets of bytes, and made into values away from the event loop where they are large.
+
+Rule: a body counts in the budget of its key and in that of all keys from its first byte until a turn was made of it,
+and what is too much is refused at once. What would become too many values is refused before any of them is made. Large
+bodies are parsed one after the other, so that whoever waits for the interpreter waits for one thread at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from gspo_core import strict_json
+from gspo_core.json_value import JSON
+from services.gateway.nodes import has_more_nodes
+from services.gateway.turns import Refusal, RefusalKind
+
+T = TypeVar("T")
+
+# Histories hold whole files and outputs of tools: four million tokens.
+MAX_BODY_BYTES = 16 << 20
+# Of a reward or a receipt.
+SMALL_BODY_BYTES = 64 << 10
+# Of one key: agents that start agents of their own share it.
+MAX_BYTES_OF_ONE = 4 * MAX_BODY_BYTES
+MAX_BYTES = 16 * MAX_BODY_BYTES
+# Parsing more takes milliseconds, in which nobody else is answered.
+IN_THREAD_BYTES = 256 << 10
+# A thousand messages with sixty tools have a tenth of it. Made of so many empty lists, a body holds the interpreter for
+# some 30 ms.
+MAX_NODES = 300_000
+# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class BodyTooLarge(Exception):
+    """More bytes than a body of its kind may have."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"a body may have at most {most_bytes} bytes")
+
+
+class Bodies:
+    """Those that are read at this moment."""
+
+    def __init__(self, most: int = MAX_BYTES, most_of_one: int = MAX_BYTES_OF_ONE) -> None:
+        self._most = most
+        self._most_of_one = most_of_one
+        self._held: Counter[bytes] = Counter()
+        self._parsing = asyncio.Lock()
+
+    @contextlib.contextmanager
+    def of(self, key: str) -> Iterator[Body]:
+        """Holds its share until the end."""
+        body = Body(self, hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:16])
+        try:
+            yield body
+        finally:
+            body.give_back()
+
+    def check_room(self, key: bytes, num_bytes: int) -> None:
+        """Raises ``Refusal``."""
+        if self._held[key] + num_bytes > self._most_of_one:
+            message = f"requests with this key that are being read have {self._most_of_one} bytes, as many as may"
+            raise Refusal(RefusalKind.TOO_MANY, f"{message}; ask again")
+        if self._held.total() + num_bytes > self._most:
+            raise Refusal(RefusalKind.TOO_MANY, "requests that are being read are too large together; ask again")
+
+    def hold(self, key: bytes, num_bytes: int) -> None:
+        """Raises ``Refusal``."""
+        self.check_room(key, num_bytes)
+        self._held[key] += num_bytes
+
+    def give_back(self, key: bytes, num_bytes: int) -> None:
+        self._held[key] -= num_bytes
+        if not self._held[key]:
+            del self._held[key]
+
+    async def made(self, data: bytes, make: Callable[[JSON], T]) -> T:
+        if len(data) <= IN_THREAD_BYTES:
+            return make(parsed(data))
+        async with self._parsing:
+            return await asyncio.to_thread(lambda: make(parsed(data)))
+
+
+class Body:
+    """That of one request."""
+
+    def __init__(self, bodies: Bodies, key: bytes) -> None:
+        self._bodies = bodies
+        self._key = key
+        self._num_bytes = 0
+
+    async def read(self, request: Request, make: Callable[[JSON], T], most_bytes: int = MAX_BODY_BYTES) -> T:
+        """What ``make`` makes of it, which may run in another thread. Raises ``Refusal`` and ``BodyTooLarge``."""
+        told = request.headers.get("content-length", "0")
+        size = int(told) if told.isdecimal() else 0
+        if size > most_bytes:
+            raise BodyTooLarge(most_bytes)
+        # What it says is not held: who says much and sends nothing would shut out others.
+        self._bodies.check_room(self._key, size)
+        data = bytearray()
+        async for chunk in request.stream():
+            self._bodies.hold(self._key, len(chunk))
+            self._num_bytes += len(chunk)
+            data += chunk
+            if len(data) > most_bytes:
+                raise BodyTooLarge(most_bytes)
+        return await self._bodies.made(bytes(data), make)
+
+    def give_back(self) -> None:
+        self._bodies.give_back(self._key, self._num_bytes)
+        self._num_bytes = 0
+
+
+def parsed(data: bytes) -> JSON:
+    """Raises ``Refusal``."""
+    if has_more_nodes(data, MAX_NODES):
+        raise Refusal(RefusalKind.INVALID, f"the body has more than {MAX_NODES} values and names")
+    try:
+        value = strict_json.parse(data)
+        if _SURROGATE.search(data):
+            msgspec.json.encode(value)
+    except strict_json.TextRejected as error:
+        where = f" (line {error.line}, column {error.column})" if error.line else ""
+        raise Refusal(RefusalKind.INVALID, f"the body is not JSON: {error}{where}") from None
+    except UnicodeEncodeError:
+        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character") from None
+    return value

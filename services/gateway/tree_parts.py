@@ -1,0 +1,85 @@
+"""Which turns and rewards of an episode the next part of its snapshot has to name.
+
+Rule: whatever is not known to be stored as it is now comes with the next part. A part whose storing was given up has
+changed nothing here. It stores nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from gspo_core.types import StopReason
+from services.gateway.history import TurnEntry
+from services.gateway.snapshots import Reward, TreeSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    data: bytes
+    turns: Mapping[int, bytes]
+    """As they are in it."""
+    num_rewards: int
+    """With it: of the episode."""
+
+
+class TreeParts:
+    """``num_bytes``: of all parts that are stored."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._stored: dict[int, bytes] = {}
+        self._num_rewards = 0
+        self._touched: dict[int, None] = {}
+        self._due = set[int]()
+
+    def restore(self, tree: TreeSnapshot, numbers: Collection[int]) -> None:
+        """This is what is stored. Turns of other ``numbers`` are nothing any more: a new one may have their number."""
+        self._stored = {entry.number: _encoded(entry) for entry in tree.turns if entry.number in numbers}
+        self._num_rewards = len(tree.rewards)
+        self.num_bytes = len(tree.encode())
+
+    def touch(self, number: int, *, is_due: bool = False) -> None:
+        """This turn may have changed, or be new. ``is_due``: its next tokens need what has changed."""
+        self._touched[number] = None
+        if is_due:
+            self._due.add(number)
+
+    @property
+    def has_new(self) -> bool:
+        """A turn was begun that is not stored, or is due."""
+        return bool(self._due) or any(number not in self._stored for number in self._touched)
+
+    def next(
+        self,
+        entries: Mapping[int, TurnEntry],
+        changing: Collection[int],
+        rewards: Sequence[Reward],
+        stopped: StopReason | None,
+        *,
+        finished: bool,
+    ) -> Part:
+        """``changing``: turns that may change at any time."""
+        numbers = {**self._touched, **dict.fromkeys(changing)}
+        encoded = {number: _encoded(entries[number]) for number in numbers}
+        since = self._num_rewards
+        turns = [entries[number] for number, data in encoded.items() if self._stored.get(number) != data]
+        tree = TreeSnapshot(turns, list(rewards[since:]), stopped or "", finished, num_rewards=since)
+        return Part(tree.encode(), encoded, len(rewards))
+
+    def stored(self, part: Part) -> None:
+        self.num_bytes += len(part.data)
+        self._stored |= part.turns
+        self._num_rewards = max(self._num_rewards, part.num_rewards)
+
+    def settle(self, entries: Mapping[int, TurnEntry]) -> None:
+        """Forgets the touched turns that are stored as they are now."""
+        for number in [one for one in self._touched if self._stored.get(one) == _encoded(entries[one])]:
+            del self._touched[number]
+            self._due.discard(number)
+
+
+def _encoded(entry: TurnEntry) -> bytes:
+    return msgspec.msgpack.encode(entry)
