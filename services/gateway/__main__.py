@@ -15,6 +15,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
 from gspo_core.outbound import parse_networks
 from services.engines.keys import EngineKeys
@@ -72,7 +73,6 @@ MAX_EPISODES = 256
 async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: a gateway needs the Redis of its installation")
-    host, _, port = settings.gateway_bind.rpartition(":")
     url = settings.gateway_url or f"http://{settings.gateway_bind}"
     own_url = settings.gateway_own_url or url
     keys_of_engines = EngineKeys.read(settings.engine_keys)
@@ -113,16 +113,7 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
             Entrances(door, talking), is_ready=lambda: not stop.is_set(), stopping=stop, forwarding=forwarding
         )
         has_ended = asyncio.Event()
-        serving = serve_http(
-            app,
-            host,
-            int(port),
-            has_ended,
-            grace_s=REQUESTS_END_S,
-            settings="GSPO_GATEWAY_BIND",
-            lifespan=False,
-            fd=fd,
-        )
+        serving = answer(app, settings.gateway_bind, fd, has_ended)
         get_logger().info("agents are sent here", url=url)
         try:
             await work_and_answer(worker, serving, has_ended, Drains(redis).wait(config.name, stop), stop)
@@ -130,6 +121,12 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
             await talking.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
+
+
+async def answer(app: ASGIApp, bind: str, fd: int | None, has_ended: asyncio.Event) -> None:
+    host, _, port = bind.rpartition(":")
+    named, grace_s = "GSPO_GATEWAY_BIND", REQUESTS_END_S
+    await serve_http(app, host, int(port), has_ended, grace_s=grace_s, settings=named, lifespan=False, fd=fd)
 
 
 async def _meet(bus: Bus, redis: RedisClient) -> bytes:
