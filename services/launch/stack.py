@@ -37,6 +37,7 @@ from services.launch.gpus import VISIBLE
 from services.launch.placement import Gpu, Member, Wanted, place
 from services.launch.topology import Process, Site
 from services.process.children import die_with_parent
+from services.process.listening import listen
 from services.process.ports import free_port, kept_port
 from services.process.settings import SettingsError, load_settings
 from services.state.server import RedisServer, RedisUnsuitable
@@ -98,11 +99,15 @@ class StackConfig:
 class Child:
     """One process with its log file."""
 
-    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path, fds: Sequence[int] = ()
+    ) -> None:
+        """``fds``: what it inherits."""
         self.name = name
         self.argv = argv
         self.environment = environment
         self.log_path = log_path
+        self.fds = fds
         self._log: IO[bytes] = log_path.open("ab")
         try:
             self.process = subprocess.Popen(
@@ -113,6 +118,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
+                pass_fds=fds,
             )
         except OSError as error:
             self._log.close()
@@ -159,6 +165,8 @@ class Stack:
         self._api_port = 0
         self._engine_ports: list[int] = []
         self._gateway_port = 0
+        self._gateway_door: socket.socket | None = None
+        """Where it listens, also while a gateway starts again: who comes then waits, and is not refused."""
         self.api_url = ""
         self.engine_url = ""
         self.gateway_url = ""
@@ -181,6 +189,7 @@ class Stack:
         self._api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{self._api_port}"
         self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but={self._api_port})
+        self._gateway_door = listen(LOOPBACK, self._gateway_port, "GSPO_DATA_DIR/gateway.port")
         self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"
         members = config.members()
         self.engine_url = ",".join(config.engine_urls or self._own_engines(members))
@@ -211,6 +220,10 @@ class Stack:
             self._start_engine(member, environment)
         elif member.ranks > 1:
             self._start_ranks(member, environment)
+        elif member.process is topology.GATEWAY:
+            assert self._gateway_door is not None
+            fd = self._gateway_door.fileno()
+            self._spawn(member.process.name, ["--fd", str(fd)], environment, name=member.name, fds=[fd])
         else:
             self._spawn(member.process.name, [], environment, name=member.name)
 
@@ -289,6 +302,7 @@ class Stack:
         environment: Mapping[str, str],
         name: str | None = None,
         port: int = 0,
+        fds: Sequence[int] = (),
     ) -> None:
         """Start the topology's process ``service`` with extra arguments."""
         places = {
@@ -300,7 +314,7 @@ class Stack:
         python, *command = topology.find(service).command(sys.executable, Site.LAPTOP, places, *arguments)
         name = name or service
         # -P keeps the caller's folder off the path: a user's own `environments` must not shadow ours.
-        self._children.append(Child(name, [python, "-P", *command], environment, self.log_dir / f"{name}.log"))
+        self._children.append(Child(name, [python, "-P", *command], environment, self.log_dir / f"{name}.log", fds))
 
     def _wait_until_answering(self, url: str, name: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -354,7 +368,7 @@ class Stack:
         position = self._position(name)
         old = self._children[position]
         old.stop(time.monotonic() + STOP_TIMEOUT_S)
-        self._children[position] = Child(name, old.argv, old.environment, old.log_path)
+        self._children[position] = Child(name, old.argv, old.environment, old.log_path, old.fds)
 
     def _position(self, name: str) -> int:
         return [child.name for child in self._children].index(name)
@@ -380,6 +394,9 @@ class Stack:
             raise
         finally:
             self._children.clear()
+            if self._gateway_door is not None:
+                self._gateway_door.close()
+                self._gateway_door = None
             if self._redis is not None:
                 with without_interrupts():
                     self._redis.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.process.account import tell_of_root
 from services.process.http_connections import Crowd, Part, Waiting, allowed_connections, look_after
-from services.process.settings import SettingsError
+from services.process.listening import listen
 from services.process.telemetry import get_logger
 
 # Longer than proxies and clients keep idle connections: a request on a connection that we are closing gets no answer.
@@ -238,10 +237,22 @@ class _Server(uvicorn.Server):
 
 
 async def serve_http(
-    app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: int, settings: str, lifespan: bool = True
+    app: ASGIApp,
+    host: str,
+    port: int,
+    stop: asyncio.Event,
+    *,
+    grace_s: int,
+    settings: str,
+    lifespan: bool = True,
+    fd: int | None = None,
 ) -> None:
     """Serve until ``stop`` is set, and let open requests end for ``grace_s``. ``settings`` names, for errors, those
-    that gave the address."""
+    that gave the address.
+
+    ``fd``: a socket that listens there already, of whoever started this process. It outlives the process, and so do
+    connections that were not accepted yet.
+    """
     crowd = Crowd(allowed_connections())
     config = uvicorn.Config(
         app,
@@ -256,7 +267,7 @@ async def serve_http(
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config)
-    with _listen(host, port, settings) as listening:
+    with listen(host, port, settings) if fd is None else socket.socket(fileno=fd) as listening:
         host, port = listening.getsockname()[:2]
         get_logger().info("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
         tell_of_root()
@@ -270,16 +281,3 @@ async def serve_http(
             server.should_exit = True
             await serving
             looking.cancel()
-
-
-def _listen(host: str, port: int, settings: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host.strip("[]"), port), family=family, backlog=512)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise SettingsError(f"cannot listen on {host}:{port} ({settings}): {reason}") from None
-    # Connections inherit it; asyncio does not set it for them, since this socket has no protocol number. Without it the
-    # body of an answer waits for the acknowledgement of its head: 40 ms on a kept-alive connection.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening

@@ -101,6 +101,8 @@ SERVICE_KEYS = (
     "engine_news",  # stream, bounded: an entry whenever one of the above has changed
     "rates",  # hash: caller of the API -> packed {level, at} of its bucket of requests
     "installation",  # hash: id of the installation, as its data directory has it; token of this server
+    "places",  # hash: place -> packed {generation, worker, token} of the worker that has it
+    "placed",  # hash: worker -> its place
 )
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

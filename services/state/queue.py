@@ -37,6 +37,7 @@ from services.state.queue_records import (
     ErasedWord,
     GroupEnd,
     GroupView,
+    Joined,
     Kept,
     PostedReward,
     QueueUsage,
@@ -258,6 +259,16 @@ class Bus:
         token = uuid4().hex
         await self._functions.call("join", service_keys(), worker, token)
         return token
+
+    async def join_in_place(self, worker: str, place: str, generation: int = 0) -> Joined:
+        """Like ``join``, in the place of a worker that is dead: its lease ends too, and ``reap`` finds its episodes.
+
+        Of a ``place`` at most one process lives: the caller sees to that. ``generation``: in which this process had the
+        place before; 0 if it had not. Where another process took it later, this one joins without it.
+        """
+        token = uuid4().hex
+        reply = await self._functions.call("join", service_keys(), worker, token, place, generation)
+        return Joined(token, int(reply))
 
     async def beat(self, worker: str, token: str) -> None:
         """Renew the lease, at least every fifth of its length. Fenced: it is over; drop all episodes and join again."""

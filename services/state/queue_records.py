@@ -147,6 +147,15 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A lease that was begun in a place."""
+
+    token: str
+    generation: int
+    """How many workers had the place so far, with this one; 0 where another has it by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class PostedReward:
     """One reward that came after the end of its episode."""
 

@@ -65,6 +65,9 @@ class WorkerConfig:
     kind: WorkerKind = "rollout"
     address: str = ""
     """Of a gateway: where its neighbours reach it."""
+    place: str = ""
+    """Where it stands, if that is known: this process alone stands there as long as it lives, and the next one that
+    does has its episodes at once (``services.process.place``)."""
 
     def serves(self, spec: JobSpec) -> bool:
         """A gateway holds episodes of agents, a rollout worker those of environments."""
@@ -121,6 +124,7 @@ class Worker:
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
         self._is_draining = False
+        self._place, self._generation = config.place, 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when ``stop`` is set and every episode is finished or handed back."""
@@ -141,9 +145,20 @@ class Worker:
         get_logger().info("left", worker=self._config.name, **self.counters.snapshot())
 
     async def _join(self) -> str:
-        token = await self._retrier.keep_trying(self._bus.join, self._config.name)
+        token = await self._begin_lease()
         await self._retrier.keep_trying(self._joined)
         return token
+
+    async def _begin_lease(self) -> str:
+        if not self._place:
+            return await self._retrier.keep_trying(self._bus.join, self._config.name)
+        join = self._bus.join_in_place
+        joined = await self._retrier.keep_trying(join, self._config.name, self._place, self._generation)
+        self._generation = joined.generation
+        if not joined.generation:  # two that take it from each other in turn would play nothing
+            get_logger().error("another process stands in this place: going on without it", place=self._place)
+            self._place = ""
+        return joined.token
 
     async def _work(self, token: str, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as background:
@@ -169,16 +184,19 @@ class Worker:
         """Finds workers that died: any worker of a job does it for all."""
         while True:
             for job in list(self._jobs):
-                try:
-                    num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
-                except Damaged as error:  # its trainer empties the queue; the other jobs are not affected
-                    self.counters.add("jobs/damaged")
-                    get_logger().warning("the queue is damaged", job=job, error=str(error))
-                    continue
-                if num_requeued:
-                    self.counters.add("episodes/requeued_from_the_dead", num_requeued)
-                    get_logger().warning("requeued episodes of dead workers", job=job, num_episodes=num_requeued)
+                await self._reap_of(job)
             await asyncio.sleep(self._config.lease_s / BEATS_PER_LEASE)
+
+    async def _reap_of(self, job: str) -> None:
+        try:
+            num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
+        except Damaged as error:  # its trainer empties the queue; the other jobs are not affected
+            self.counters.add("jobs/damaged")
+            get_logger().warning("the queue is damaged", job=job, error=str(error))
+            return
+        if num_requeued:
+            self.counters.add("episodes/requeued_from_the_dead", num_requeued)
+            get_logger().warning("requeued episodes of dead workers", job=job, num_episodes=num_requeued)
 
     async def _serve_jobs(self, token: str, stop: asyncio.Event) -> None:
         stopping = asyncio.create_task(stop.wait())
@@ -231,6 +249,7 @@ class Worker:
         if not self._config.serves(read_spec(record.spec)):
             await leaving.wait()
             return
+        await self._reap_of(job)  # those of the worker whose name or place this one has wait for nobody's lease
         loaded = await self._unless_left(self._load(record.spec, self.counters.add), leaving)
         if loaded is None:
             return

@@ -475,6 +475,20 @@ WORKER = (
         ),
     ),
     Row(
+        "A gateway dies",
+        (),
+        "the one that starts in its place goes on at once from the stored tokens, where the kernel tells the place "
+        "(Linux) or the container keeps its name; else, and with agents that cannot be gone on with, as a worker's",
+        "waits",
+        NOTHING,
+        LATER,
+        (
+            "test_gateway_killed.py::test_a_client_that_repeats_a_request_twice_comes_to_its_end",
+            "test_bus_places.py::test_the_successor_has_the_episodes_at_once_and_the_old_token_none",
+            "test_bus_places.py::test_who_lost_the_place_while_it_lived_goes_on_without_it",
+        ),
+    ),
+    Row(
         "A worker is asked to leave (`Drained`), or others wait for a place (`Interrupted`)",
         ("error:Drained", "error:Interrupted"),
         f"is handed back and {GOES_ON}",

@@ -57,6 +57,7 @@ async def _play(bus: Bus, store: Store) -> Any:
     claim = await store.jobs.claim("trainer")
     assert claim is not None
     await _tell(store, claim)
+    await bus.join_in_place("gateway", "place")
     token = await bus.join("worker")
     await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0, bytes_per_episode=100)
     first, second = await bus.lease(job, "worker", token, 2)

@@ -48,10 +48,21 @@ register("withdraw_job", FREES, function(keys, args)
   return redis.call("ZREM", K.jobs, args[1])
 end)
 
+-- A worker that is gone leaves its place, if no other has it by now.
+local function leave_place(K, worker)
+  local place = redis.call("HGET", K.placed, worker)
+  local held = place and read_packed(K.places, place)
+  if held and held.worker == worker then
+    redis.call("HDEL", K.places, place)
+  end
+  redis.call("HDEL", K.placed, worker)
+end
+
 local function forget(K, kind, name)
   redis.call("ZREM", K[kind .. "_signs"], name)
   redis.call("HDEL", K[kind .. "_beats"], name)
   if kind == "worker" then
+    leave_place(K, name)
     -- A lease that nobody renews; the episodes that it holds are found by their token, which is right no more.
     redis.call("HDEL", K.lease_tokens, name)
     redis.call("HDEL", K.lease_beats, name)
@@ -183,15 +194,47 @@ register("unbind_engine", FREES, function(keys, args)
   return redis.call("HDEL", K.engine_bindings, args[1])
 end)
 
--- worker, fresh token: whoever held the name before is fenced
+-- The generation in which the worker has the place from now on; 0 where it has none, because another process took it
+-- later. Who comes for the first time says 0 and is the next generation: its predecessor's lease is over, and so is that
+-- one's entry in the list. Who comes again says its own, which no wiped server takes from it.
+local function take_place(K, place, worker, token, generation)
+  local held = read_packed(K.places, place)
+  if held and held.token == token then
+    return held.generation
+  end
+  local is_other = held and held.worker ~= worker
+  if held and generation > 0 and (held.generation > generation or (held.generation == generation and is_other)) then
+    return 0
+  end
+  if generation == 0 then
+    generation = (held and held.generation or 0) + 1
+  end
+  if is_other then
+    local current = redis.call("HGET", K.lease_tokens, held.worker)
+    if not current or current == held.token then
+      forget(K, "worker", held.worker)
+    end
+  end
+  write_packed(K.places, place, {generation = generation, worker = worker, token = token})
+  redis.call("HSET", K.placed, worker, place)
+  return generation
+end
+
+-- worker, fresh token; and where it has a place, that, and its generation (0: it comes for the first time): whoever held
+-- the name, or the place, before is fenced -> the generation from now on, 0 where another has the place, 1 without a place
 register("join", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
-  if redis.call("HGET", K.lease_tokens, args[1]) ~= args[2] then
-    redis.call("HSET", K.lease_tokens, args[1], args[2])
-    redis.call("HSET", K.lease_beats, args[1], 0)
+  local worker, token, place = args[1], args[2], args[3]
+  local generation = place and take_place(K, place, worker, token, tonumber(args[4])) or 1
+  if generation == 0 then
+    redis.call("HDEL", K.placed, worker)
   end
-  give_sign(K, "worker", args[1])
-  return 1
+  if redis.call("HGET", K.lease_tokens, worker) ~= token then
+    redis.call("HSET", K.lease_tokens, worker, token)
+    redis.call("HSET", K.lease_beats, worker, 0)
+  end
+  give_sign(K, "worker", worker)
+  return generation
 end)
 
 register("beat", FREES, function(keys, args)
@@ -214,6 +257,9 @@ register("end_lease", FREES, function(keys, args)
   end
   redis.call("HDEL", K.lease_tokens, args[1])
   redis.call("HDEL", K.lease_beats, args[1])
+  if args[3] == "" then
+    leave_place(K, args[1])
+  end
   if redis.call("HEXISTS", K.workers, args[1]) == 0 then
     redis.call("ZREM", K.worker_signs, args[1])
   end

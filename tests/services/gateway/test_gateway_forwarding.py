@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.middleware import Middleware
 from gspo_core.messages import Message
 from gspo_core.types import EpisodeKey
 from services.gateway.app import DIALECTS
-from services.gateway.forwarding import FORWARDED_BY, RECEIPT, ForwardingMiddleware, between_gateways
+from services.gateway.forwarding import FORWARDED_BY, RECEIPT, SEARCH_S, ForwardingMiddleware, between_gateways
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.ports import free_port
 from tests.patience import HANG_S
@@ -35,6 +36,8 @@ class Book:
 
     http: httpx.AsyncClient
     address: str = ""
+    next_address: str = ""
+    """Where it is once it was forgotten."""
     forgotten: list[EpisodeKey] = field(default_factory=list)
 
     async def address_of(self, key: EpisodeKey) -> str:
@@ -42,6 +45,7 @@ class Book:
 
     def forget(self, key: EpisodeKey) -> None:
         self.forgotten.append(key)
+        self.address = self.next_address or self.address
 
 
 def absent(key: str) -> EpisodeKey:
@@ -56,13 +60,13 @@ def forwarding(book: Book, is_absent: Callable[[str], EpisodeKey | None] = absen
 
 
 @contextlib.asynccontextmanager
-async def pair(far: FakeTurns) -> AsyncIterator[tuple[Gateway, FakeTurns, Book]]:
+async def pair(far: FakeTurns, **more: Any) -> AsyncIterator[tuple[Gateway, FakeTurns, Book]]:
     """The gateway that is asked, whose own turns nobody may see, in front of the one that holds the episode."""
     near = FakeTurns([])
     async with (
         between_gateways() as http,
         serving(far) as holder,
-        serving(near, forwarding=forwarding(book := Book(http))) as asked,
+        serving(near, forwarding=forwarding(book := Book(http), **more)) as asked,
     ):
         book.address = holder.url
         yield asked, near, book
@@ -127,11 +131,23 @@ async def test_a_refusal_comes_through_in_its_own_shape(speaker: Speaker) -> Non
 
 @pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
 async def test_a_neighbour_that_does_not_answer_is_forgotten_and_the_client_told_to_ask_again(speaker: Speaker) -> None:
-    async with pair(FakeTurns([])) as (gateway, near, book):
+    too_long = itertools.count(0.0, SEARCH_S + 1).__next__
+    async with pair(FakeTurns([]), clock=too_long) as (gateway, near, book):
         book.address = f"http://127.0.0.1:{free_port()}"
         answer = await gateway.http.post(speaker.path, **asked(speaker, stream=True))
         assert (answer.status_code in (503, 529), "retry-after" in answer.headers) == (True, True)
         assert speaker.error(answer.json())
+        assert book.forgotten == [EPISODE]
+        assert not near.asks
+
+
+async def test_an_episode_whose_gateway_died_is_looked_for_until_another_one_holds_it() -> None:
+    """The request was not begun to be sent, so nothing of it is lost."""
+    far, speaker = FakeTurns([Scripted("Hello")]), SPEAKERS["chat"]
+    async with pair(far) as (gateway, near, book):
+        book.next_address, book.address = book.address, f"http://127.0.0.1:{free_port()}"
+        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=False))
+        assert speaker.read(answer.json()).text == "Hello"
         assert book.forgotten == [EPISODE]
         assert not near.asks
 

@@ -149,6 +149,30 @@ def test_up_uses_the_engines_that_it_is_given_and_starts_none(
     assert not (tmp_path / "models").exists(), "it made a model that nothing serves"
 
 
+def test_who_comes_while_the_gateway_starts_again_waits_and_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def struck(stack: Stack, logs: object) -> NoReturn:
+        os.kill(stack.pids()["gateway"], signal.SIGKILL)
+        while "gateway" not in stack.ended():
+            time.sleep(0.01)
+        port = int(stack.gateway_url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as early:
+            early.sendall(b"GET /healthz HTTP/1.1\r\nhost: gateway\r\n\r\n")
+            stack.restart("gateway")
+            answers.append(early.recv(1024).split(b"\r\n")[0])
+        raise KeyboardInterrupt
+
+    answers: list[bytes] = []
+    monkeypatch.setattr(local_up, "look_after", struck)
+    monkeypatch.setenv("GSPO_API_KEYS", "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        assert up(data_dir=tmp_path, port=0, engine_url=f"http://127.0.0.1:{engine.server_port}") == 0
+        engine.shutdown()
+    assert answers == [b"HTTP/1.1 200 OK"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.process import http_connections, http_server
 from services.process.http_connections import Crowd, Part, Waiting
+from services.process.listening import listen
 from services.process.ports import free_port
 from tests.patience import HANG_S
 
@@ -81,7 +82,7 @@ async def _end(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
 def test_an_answer_does_not_wait_for_acknowledgements() -> None:
     """Head and body are two writes: without TCP_NODELAY the second may take the 40 ms of a delayed acknowledgement."""
     with (
-        http_server._listen("127.0.0.1", 0, "") as listening,
+        listen("127.0.0.1", 0, "") as listening,
         socket.create_connection(listening.getsockname()),
         listening.accept()[0] as accepted,
     ):
