@@ -15,7 +15,7 @@ from services.gateway.endings import before_stop_text
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
-from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan
+from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan, call_id
 
 
 def turn_id(attempt: int, number: int) -> str:
@@ -67,13 +67,14 @@ class Answers:
             id=self.id_of(entry.number),
             text=reading.text,
             calls=reading.calls,
-            call_ids=tuple(f"call_{self._tape.attempt}_{entry.number}_{place}" for place in range(len(reading.calls))),
+            call_ids=tuple(call_id(self.id_of(entry.number), place) for place in range(len(reading.calls))),
             finish=finish,
             usage=Usage(taped.num_prompt, entry.num_stored, len(taped.sampled)),
             versions=_spans(taped.spans),
             created_at=entry.created_at,
             reasoning=reading.reasoning,
             stop_text=entry.stop_text,
+            num_behind=reading.num_behind,
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, MessageCall, ToolSchema
+from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
 from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
@@ -63,7 +63,7 @@ class OpenAIChat:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [*_calls(answer)]
+            message["tool_calls"] = [_told_call(*one) for one in answer.named_calls]
             message["content"] = answer.text or None
         choice: JSON = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return {
@@ -88,6 +88,7 @@ class ChatWriter:
         self._heading = heading
         self._wants_usage = wants_usage
         self._told = Told()
+        self._num_calls = 0
 
     def begin(self) -> bytes:
         return self._delta({"role": "assistant", "content": ""})
@@ -99,6 +100,11 @@ class ChatWriter:
             out += self._delta({"reasoning_content": piece.reasoning})
         if piece.text:
             out += self._delta({"content": piece.text})
+        for call_id, call in piece.calls:
+            out += self._delta({"tool_calls": [{"index": self._num_calls, **_told_call(call_id, call)}]})
+            self._num_calls += 1
+        if piece.behind:
+            out += self._delta({"content": piece.behind})
         return out
 
     def alive(self) -> bytes:
@@ -106,8 +112,6 @@ class ChatWriter:
 
     def end(self, answer: Answer) -> bytes:
         out = self.piece(self._told.rest(answer))
-        for index, call in enumerate(_calls(answer)):
-            out += self._delta({"tool_calls": [{"index": index, **call}]})
         out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, **_end(answer)}], answer)
         if self._wants_usage:
             out += self._chunk([], answer, usage=_usage(answer.usage))
@@ -255,15 +259,9 @@ def _end(answer: Answer) -> dict[str, JSON]:
     return end | {"stop_reason": answer.stop_text} if answer.stop_text else end
 
 
-def _calls(answer: Answer) -> list[dict[str, JSON]]:
-    return [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments_text(call.arguments)},
-        }
-        for call_id, call in zip(answer.call_ids, answer.calls, strict=True)
-    ]
+def _told_call(call_id: str, call: ToolCall) -> dict[str, JSON]:
+    function: JSON = {"name": call.name, "arguments": arguments_text(call.arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _usage(usage: Usage) -> JSON:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, ToolSchema
+from gspo_core.messages import Message, ToolCall, ToolSchema
 from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
@@ -74,6 +74,7 @@ class ResponsesWriter:
         self._told = Told()
         self._num_events = 0
         self._num_items = 0
+        self._num_calls = 0
         self._open: _Part | None = None
 
     def begin(self) -> bytes:
@@ -86,6 +87,13 @@ class ResponsesWriter:
             out += self._continue("reasoning", piece.reasoning)
         if piece.text:
             out += self._continue("message", piece.text)
+        for call_id, call in piece.calls:
+            out += self._close("completed") + self._tell_call(
+                _call_item(self._heading.id, self._num_calls, call_id, call)
+            )
+            self._num_calls += 1
+        if piece.behind:
+            out += self._continue("message", piece.behind)
         return out
 
     def alive(self) -> bytes:
@@ -97,8 +105,6 @@ class ResponsesWriter:
             out += self._continue("message", "")
         # Behind reasoning there is always something, so that it is never what was cut off.
         out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
-        for item in _call_items(answer):
-            out += self._tell_call(item)
         whole = _response(self._question, self._heading, answer)
         return out + self._event(f"response.{whole['status']}", {"response": whole})
 
@@ -117,7 +123,7 @@ class ResponsesWriter:
         out = b""
         if self._open is None or self._open.kind != kind:
             out += self._close("completed")
-            self._open = _Part(kind, self._heading.id)
+            self._open = _Part(kind, self._heading.id, is_behind=self._num_calls > 0)
             added: dict[str, JSON] = {"output_index": self._num_items, "item": self._open.item("in_progress")}
             out += self._event("response.output_item.added", added)
             out += self._of_part("response.content_part.added", {"part": self._open.content()})
@@ -168,10 +174,10 @@ class ResponsesWriter:
 class _Part:
     """An item that holds one text, while it grows."""
 
-    def __init__(self, kind: str, turn: str, text: str = "") -> None:
+    def __init__(self, kind: str, turn: str, text: str = "", *, is_behind: bool = False) -> None:
         self.kind = kind
         self.text = text
-        self.id = f"rs_{turn}" if kind == "reasoning" else f"msg_{turn}"
+        self.id = f"rs_{turn}" if kind == "reasoning" else f"msg_{turn}_behind" if is_behind else f"msg_{turn}"
         self.event = "response.reasoning_text" if kind == "reasoning" else "response.output_text"
 
     def content(self) -> JSON:
@@ -218,7 +224,10 @@ class _Conversation:
         role, text = taken.need("role"), asks.read_text(self._reader, taken.need("content"))
         if role.value == "assistant":
             turn = self._turn
-            if turn is None or turn.get("content") is not None or "tool_calls" in turn:
+            if turn is not None and "tool_calls" in turn:  # no result of a call stands between them
+                turn["content"] = f"{turn.get('content') or ''}{text}"
+                return
+            if turn is None or turn.get("content") is not None:
                 turn = self._begin_turn()
             turn["content"] = text
         elif role.value in ("system", "developer", "user"):
@@ -341,23 +350,24 @@ def _output(answer: Answer) -> list[JSON]:
     items: list[JSON] = []
     if answer.reasoning:
         items.append(_Part("reasoning", answer.id, answer.reasoning).item("completed"))
-    if answer.text or not answer.calls:
-        items.append(_Part("message", answer.id, answer.text).item(_status(answer)))
-    return [*items, *_call_items(answer)]
+    if answer.before or not answer.calls:
+        # Before a call it is whole, wherever the answer was cut off.
+        items.append(_Part("message", answer.id, answer.before).item("completed" if answer.calls else _status(answer)))
+    items += [_call_item(answer.id, index, *one) for index, one in enumerate(answer.named_calls)]
+    if answer.behind:
+        items.append(_Part("message", answer.id, answer.behind, is_behind=True).item(_status(answer)))
+    return items
 
 
-def _call_items(answer: Answer) -> list[dict[str, JSON]]:
-    return [
-        {
-            "id": f"fc_{answer.id}_{index}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call_id,
-            "name": call.name,
-            "arguments": arguments_text(call.arguments),
-        }
-        for index, (call_id, call) in enumerate(zip(answer.call_ids, answer.calls, strict=True))
-    ]
+def _call_item(turn: str, index: int, call_id: str, call: ToolCall) -> dict[str, JSON]:
+    return {
+        "id": f"fc_{turn}_{index}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call_id,
+        "name": call.name,
+        "arguments": arguments_text(call.arguments),
+    }
 
 
 def _status(answer: Answer) -> str:
