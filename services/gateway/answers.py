@@ -78,9 +78,12 @@ class Answers:
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:
+        return read(self._codec, self.told(entry), tools, entry.overlap, gives_calls=not entry.gives_no_calls)
+
+    def told(self, entry: TurnEntry) -> Sequence[int]:
+        """Ids to read the turn of as an agent has it."""
         taped = self._tape.turns[entry.number]
-        said = [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
-        return read(self._codec, said, tools, entry.overlap, gives_calls=not entry.gives_no_calls)
+        return [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
 
     def _note(self, entry: TurnEntry, reading: Reading) -> None:
         entry.answer = of_answer(reading.text, [(call.name, call.arguments) for call in reading.calls])

@@ -183,6 +183,10 @@ class AgentEpisode:
         if self.failure.done():
             raise self._lost()
 
+    def told(self, number: int) -> Sequence[int]:
+        """Ids to read the turn of this number of as its agent has it."""
+        return self._answers.told(self.history.entries[number])
+
     # which turn a request is
 
     def _again(self, ask: Ask) -> LiveTurn | None:
