@@ -7,7 +7,7 @@ it covers. This module neither parses nor runs anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NotRequired, Required, TypeAlias, TypedDict
 
@@ -141,6 +141,8 @@ class ToolCall:
     start: int
     end: int
     """Half-open range of sampled tokens, delimiters included, counted in the turn."""
+    is_final: bool = field(default=False, compare=False)
+    """Whatever is sampled behind it, it stays this call. Some syntaxes never say so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class TaggedCalls:
             raw = self._tokenizer.decode(ids[position + 1 : close])
             unclosed: Reading = (None, {}, CallStatus.UNCLOSED_BLOCK)
             name, arguments, status = unclosed if is_open else self._read_body(raw, tools)
-            yield ToolCall(name, arguments, status, raw, position, end)
+            yield ToolCall(name, arguments, status, raw, position, end, is_final=not is_open)
             position = end
 
     def opening(self, name: str = "") -> Sequence[str | int]:

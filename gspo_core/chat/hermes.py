@@ -4,14 +4,14 @@ Rule: sampled ids are never decoded and encoded again. The prompt of the next tu
 and a freshly encoded bridge; text is read from ids, never the other way round. Control tokens come from this module
 alone: text that spells ``<|im_end|>`` or ``</tool_response>``, in a tool's result say, is encoded as ordinary
 characters. Only the text of an assistant's own turn keeps its tags of calls and thoughts, because it stands for what
-was sampled.
+was sampled; what others have put into the assistant's mouth is text.
 No other chat format is known here, and no model is loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,16 +87,23 @@ class HermesCodec:
             raise UnsuitableTokenizer("think blocks are configured, but the tokenizer has no <think> token")
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generation_prompt: bool = True,
+        own: Mapping[int, int] | None = None,
     ) -> list[int]:
-        """The ids of a whole conversation, for the first turn or a rewritten history."""
+        """The ids of a whole conversation, for the first turn or a rewritten history. ``own``: as ``ChatCodec`` has
+        it."""
         has_system = bool(messages) and messages[0]["role"] == "system"
         system = text_of(messages[0]) if has_system else self.style.default_system
         pieces: list[str | int] = []
         if tools or system is not None:
             pieces += [self._start, "system\n", "" if system is None else system]
             pieces += ["\n\n" if tools and system is not None else "", *self._tools_block(tools), self._end, "\n"]
-        pieces += self._turns(messages[has_system:])
+        shifted = None if own is None else {place - has_system: number for place, number in own.items()}
+        pieces += self._turns(messages[has_system:], shifted)
         return self._encode(pieces + self._generation_prompt() if generation_prompt else pieces)
 
     def bridge(
@@ -155,7 +162,7 @@ class HermesCodec:
         closing_id = self._turn_reader.think_end
         return closing_id in sampled_ids or closing_id in prefix_ids
 
-    def _turns(self, messages: Sequence[Message]) -> Iterator[str | int]:
+    def _turns(self, messages: Sequence[Message], own: Mapping[int, int] | None = None) -> Iterator[str | int]:
         question = _last_question(messages) if self.style.reasons else 0
         for position, message in enumerate(messages):
             role, is_last = message["role"], position + 1 == len(messages)
@@ -167,14 +174,19 @@ class HermesCodec:
                 if not is_last and messages[position + 1]["role"] == "tool":
                     continue
             elif role == "assistant":
-                thought, text = _thought_and_text(message) if self.style.reasons else ("", text_of(message))
+                whole = text_of(message)
+                num_own = len(whole) if own is None else own.get(position, 0)
+                thought, text, more = "", whole[:num_own], whole[num_own:]
+                if self.style.reasons:
+                    thought, text = _thought_and_text(message, text)
+                yield from (self._start, "assistant\n")
                 if self.style.reasons and position > question and (thought or is_last):
-                    yield from (self._start, "assistant\n", self._tag("<think>"), "\n" + thought.strip("\n") + "\n")
+                    yield from (self._tag("<think>"), "\n" + thought.strip("\n") + "\n")
                     yield from (self._tag("</think>"), "\n\n")
-                    yield from self._written(text.lstrip("\n"), _OWN_TAGS)
-                else:
-                    yield from (self._start, "assistant\n", *self._written(text, _OWN_TAGS))
-                yield from self._written_calls(message, has_text=bool(text))
+                    text = text.lstrip("\n")
+                    more = more if text else more.lstrip("\n")
+                yield from (*self._written(text, _OWN_TAGS), more)
+                yield from self._written_calls(message, has_text=bool(text + more))
             else:
                 yield from (self._start, f"{role}\n{text_of(message)}")
             yield from (self._end, "\n")
@@ -237,9 +249,9 @@ def _last_question(messages: Sequence[Message]) -> int:
     return len(messages) - 1
 
 
-def _thought_and_text(message: Message) -> tuple[str, str]:
-    """Split an assistant message into reasoning, given separately or before the text, and text."""
-    text, thought = text_of(message), message.get("reasoning_content")
+def _thought_and_text(message: Message, text: str) -> tuple[str, str]:
+    """Split an assistant message with this text into reasoning, given separately or before the text, and text."""
+    thought = message.get("reasoning_content")
     if isinstance(thought, str):
         return thought, text
     if "</think>" not in text:

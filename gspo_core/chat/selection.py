@@ -53,8 +53,16 @@ class ChatCodec(Protocol):
     def stop_ids(self) -> Sequence[int]: ...
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
-    ) -> list[int]: ...
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generation_prompt: bool = True,
+        own: Mapping[int, int] | None = None,
+    ) -> list[int]:
+        """``own``: the messages, by their place, whose text the policy wrote, each with the number of its characters
+        that are the policy's: there, tags of calls and thoughts are control tokens. None: all of the assistant's."""
+        ...
 
     def bridge(
         self,

@@ -4,7 +4,8 @@ Rule: a bridge comes from the template's rendering of the whole conversation, an
 turn is unchanged and the turn itself matches the sample; otherwise the caller gets the reason and starts a new branch.
 Sampled ids are kept either way.
 Text that spells a control token stays text: it is defused before the template sees it. Only an assistant's own turn
-keeps its call and thought tags, because its text stands for sampled ids. The template runs in a sandbox without a
+keeps its call and thought tags, because its text stands for sampled ids; what others have put into the assistant's
+mouth is text. The template runs in a sandbox without a
 clock, so prompts do not depend on the date.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeVar, cast
 
 from gspo_core.chat.calls import CallReader, NoCalls
@@ -80,16 +82,21 @@ class TemplateCodec:
         self._check_encoding(prompt)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generation_prompt: bool = True,
+        own: Mapping[int, int] | None = None,
     ) -> list[int]:
-        """The ids of a whole conversation. Raises ``TemplateRefused``."""
+        """The ids of a whole conversation. ``own``: as ``ChatCodec`` has it. Raises ``TemplateRefused``."""
         if tools and not self._takes_tools:
             raise TemplateRefused(
                 "the chat template shows the model no tools, and there are some: use a model that was trained with "
                 "tools, or an environment without any"
             )
         defused = _Defused(self._controls, messages, tools)
-        return self._encode(self._text(defused, messages, tools, generation_prompt), defused)
+        return self._encode(self._text(defused, messages, tools, generation_prompt, own), defused)
 
     def bridge(
         self,
@@ -176,10 +183,15 @@ class TemplateCodec:
         return "".join(_THOUGHT.sub("", piece) for piece in self._ends.pieces(text))
 
     def _text(
-        self, defused: _Defused, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool
+        self,
+        defused: _Defused,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        generation_prompt: bool,
+        own: Mapping[int, int] | None = None,
     ) -> str:
-        normal = [_normal(message) for message in messages]
-        return self._template.render(defused.messages(normal), defused(tools), self._variables, generation_prompt)
+        normal = defused.messages([_normal(message) for message in messages], own)
+        return self._template.render(normal, defused(tools), self._variables, generation_prompt)
 
     def _encode(self, text: str, defused: _Defused) -> list[int]:
         ids: list[int] = []
@@ -276,13 +288,15 @@ class _Defused:
         codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
         self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
 
-    def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Defuse messages; assistant text keeps the tags that an assistant writes itself."""
+    def messages(self, messages: Sequence[Message], own: Mapping[int, int] | None = None) -> list[Message]:
+        """Defuse messages; an assistant's own text keeps the tags that an assistant writes itself."""
         defused: list[Message] = []
-        for message in messages:
+        for place, message in enumerate(messages):
             safe = self(message)
             if message["role"] == "assistant":
-                safe["content"] = self._controls.sub(self._unless_own, text_of(message))
+                text = text_of(message)
+                num_own = len(text) if own is None else own.get(place, 0)
+                safe["content"] = self._controls.sub(partial(self._unless_own, num_own), text)
             defused.append(safe)
         return defused
 
@@ -302,8 +316,8 @@ class _Defused:
     def _marked(self, match: re.Match[str]) -> str:
         return match[0][0] + self._mark + match[0][1:]
 
-    def _unless_own(self, match: re.Match[str]) -> str:
-        return match[0] if match[0] in _OWN_TAGS else self._marked(match)
+    def _unless_own(self, num_own: int, match: re.Match[str]) -> str:
+        return match[0] if match[0] in _OWN_TAGS and match.end() <= num_own else self._marked(match)
 
     def restore(self, text: str) -> str:
         return text.replace(self._mark, "")

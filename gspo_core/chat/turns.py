@@ -37,12 +37,14 @@ class TurnReader:
         """Parse a turn. With ``tools``, calls to others get the status ``unknown_tool``."""
         ids = self._without_stop(sampled_ids)
         complete = len(ids) < len(sampled_ids)
-        thought, begin, is_open = self._split_thought(
-            ids, self.opens_thought if opens_thought is None else opens_thought
-        )
+        opens_thought = self.opens_thought if opens_thought is None else opens_thought
+        thought, begin, is_open = self._split_thought(ids, opens_thought)
         first_call = self._calls.begin(ids, begin)
         text = "" if is_open else self._tokenizer.decode(ids[begin:first_call]).strip()
         calls = () if is_open else tuple(self._read_calls(ids, first_call, tools))
+        if (opens_thought or self.think in ids[:begin]) and self.think_end not in ids[:begin]:
+            # The call ended the reasoning; if its own end comes later, the call was a part of it.
+            calls = tuple(replace(call, is_final=False) for call in calls)
         return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip())
 
     def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:

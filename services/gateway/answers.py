@@ -15,7 +15,7 @@ from services.gateway.endings import before_stop_text
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
-from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan
+from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan, call_id
 
 # So much of an answer, found in another conversation's first message, is no chance.
 MIN_QUOTED_CHARS = 24
@@ -77,19 +77,23 @@ class Answers:
             id=self.id_of(entry.number),
             text=reading.text,
             calls=reading.calls,
-            call_ids=tuple(f"call_{self._tape.attempt}_{entry.number}_{place}" for place in range(len(reading.calls))),
+            call_ids=tuple(call_id(self.id_of(entry.number), place) for place in range(len(reading.calls))),
             finish=finish,
             usage=Usage(taped.num_prompt, entry.num_stored, len(taped.sampled)),
             versions=_spans(taped.spans),
             created_at=entry.created_at,
             reasoning=reading.reasoning,
             stop_text=entry.stop_text,
+            num_behind=reading.num_behind,
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:
+        return read(self._codec, self.told(entry), tools, entry.overlap, gives_calls=not entry.gives_no_calls)
+
+    def told(self, entry: TurnEntry) -> Sequence[int]:
+        """Ids to read the turn of as an agent has it."""
         taped = self._tape.turns[entry.number]
-        said = [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
-        return read(self._codec, said, tools, entry.overlap, gives_calls=not entry.gives_no_calls)
+        return [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
 
     def _note(self, entry: TurnEntry, reading: Reading) -> None:
         entry.answer = of_answer(reading.text, [(call.name, call.arguments) for call in reading.calls])

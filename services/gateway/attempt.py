@@ -28,7 +28,7 @@ from services.gateway.meter import Meter
 from services.gateway.played import PlayedSession
 from services.gateway.pulled import LoanBoard, PulledAgent, has_agent
 from services.gateway.snapshots import TreeSnapshot
-from services.gateway.tape import Tape, TapedTurn
+from services.gateway.tape import Tape
 from services.hosts.session import SessionLost
 from services.workers.scoring import cost_of_length, in_order, with_length, without_asking
 from services.workers.setting import Again, AwaitsReward, EpisodeSetting, GoOn, Order, Past, Rewind
@@ -257,10 +257,10 @@ class AgentAttempt:
             return Evidence(found.told, {**found.left_out, TASK: str(error)[:MAX_WHY_CHARS]})
         return both(found, gathered([(TASK, task)], most_bytes), most_bytes)
 
-    def _last_turn(self) -> TapedTurn | None:
-        """That the agent had."""
+    def _last_turn(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """That the agent had: the ids that it answers, and those to read it of."""
         had = self._had()
-        return self._tape.turns[max(had)] if had else None
+        return (self._tape.turns[max(had)].prompt, self._episode.told(max(had))) if had else None
 
     def _had(self) -> set[int]:
         return self._episode.history.had(paid=self._episode.rewards.by_turn())

@@ -193,6 +193,10 @@ class AgentEpisode:
             raise ask.unsupported[0]
         self._setting.counters.add("fields/passed_over", len(ask.unsupported))
 
+    def told(self, number: int) -> Sequence[int]:
+        """Ids to read the turn of this number of as its agent has it."""
+        return self._answers.told(self.history.entries[number])
+
     # which turn a request is
 
     def _again(self, ask: Ask) -> LiveTurn | None:

@@ -201,6 +201,11 @@ class History:
         nodes = self._nodes(messages, place.said, place.chain, tools)
         return {one.num_old - 1: one for one in nodes if messages[one.num_old - 1]["role"] == "assistant"}
 
+    def known(self, place: Place) -> list[int]:
+        """The places of messages that say what some turn has answered, in whatever conversation."""
+        answers = {entry.answer for entry in self.entries.values() if entry.answer}
+        return [number for number, one in enumerate(place.said) if one in answers]
+
     def had(self, paid: Collection[int] = ()) -> set[int]:
         """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
         had = set(paid)

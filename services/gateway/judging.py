@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ValidationError
@@ -31,7 +31,6 @@ from services.gateway.judge_keys import JudgeKeys, NoKey
 from services.gateway.outbound_http import AWAY, AnswerTooLong, HttpAnswer, OutboundHttp
 from services.gateway.played import PlayedSession
 from services.gateway.reading import read
-from services.gateway.tape import TapedTurn
 from services.workers.setting import EpisodeSetting
 
 PAUSES = Backoff(first_s=1.0, max_s=30.0)
@@ -165,10 +164,11 @@ class JudgedAgent:
         setting: EpisodeSetting,
         spec: JudgeSpec,
         judges: Judges,
-        last_turn: Callable[[], TapedTurn | None],
+        last_turn: Callable[[], tuple[Sequence[int], Sequence[int]] | None],
         name: str,
     ) -> None:
-        """``last_turn``: that the agent had. ``name``: of this attempt, where it is judged."""
+        """``last_turn``: that the agent had, as ids that it answers and ids of what it was told. ``name``: of this
+        attempt, where it is judged."""
         self._session = session
         self._setting = setting
         self._spec = spec
@@ -203,28 +203,28 @@ class JudgedAgent:
         turn = self._last_turn()
         if turn is None:
             raise EnvironmentFailed("score", NO_REWARD)
-        prompt = await self._prompt(turn)
+        prompt = await self._prompt(*turn)
         self._verdict = await self._judges.verdict(self._spec, prompt, self._name, self._setting.counters)
         if self._evidence_bytes:
             self.evidence = gathered([(JUDGE, self._verdict.said)], self._evidence_bytes)
         return self._verdict.score, {"judge": self._verdict.score}
 
-    async def _prompt(self, turn: TapedTurn) -> str:
+    async def _prompt(self, asked: Sequence[int], said: Sequence[int]) -> str:
         spec, codec = self._spec, self._setting.codec
         task: dict[str, JSON] = json.loads(await self._session.handed_out()) if spec.asks_for_task else {}
         try:
-            return spec.ask(lambda: conversation_of(turn, codec), read(codec, turn.said, ()).text, task)
+            return spec.ask(lambda: conversation_of(asked, said, codec), read(codec, said, ()).text, task)
         except NoSuchField as error:
             raise EnvironmentFailed("judge", str(error)) from None
 
 
-def conversation_of(turn: TapedTurn, codec: ChatCodec) -> str:
+def conversation_of(asked: Sequence[int], answer: Sequence[int], codec: ChatCodec) -> str:
     """One message in a line each, as JSON, so that no text can pose as another message."""
-    said = list(turn.said)
+    said = list(answer)
     while said and said[-1] in codec.stop_ids:
         said.pop()
     last: ShownMessage = {"role": "assistant", "text": codec.tokenizer.decode(said)}
-    lines = [json.dumps(one, ensure_ascii=False) for one in (*messages_in(turn.prompt, codec.tokenizer), last)]
+    lines = [json.dumps(one, ensure_ascii=False) for one in (*messages_in(asked, codec.tokenizer), last)]
     return _within("\n".join(lines))
 
 

@@ -14,9 +14,9 @@ from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
 from services.gateway.endings import certain_ids
 from services.gateway.history import TurnEntry
-from services.gateway.reading import certain
+from services.gateway.reading import Reading, certain
 from services.gateway.tape import TapedTurn
-from services.gateway.turns import Answer, Ask, Piece, Refusal
+from services.gateway.turns import Answer, Ask, Piece, Refusal, call_id
 
 # Its tools can be large, and an episode keeps each of its turns.
 _ANSWERED = Ask(())
@@ -37,7 +37,7 @@ class LiveTurn:
         """Those on their way."""
         self._codec = codec
         self._changed = asyncio.Event()
-        self._certain = Piece()
+        self._certain: Reading | None = None
         self._num_stored = len(taped.sampled)
         self._num_read = 0
 
@@ -67,12 +67,13 @@ class LiveTurn:
                 self.refusal = outcome
         self.tell()
 
-    def certain(self) -> Piece:
-        """All text and reasoning that will not change."""
+    def certain(self) -> Reading:
+        """All text, reasoning and calls that will not change."""
         num_sampled = self._num_stored
-        if num_sampled != self._num_read:
+        if self._certain is None or num_sampled != self._num_read:
             ids = certain_ids(self._codec, self.taped.sampled[:num_sampled], self.ask.stop)
-            self._certain = certain(self._codec, [*self.taped.begun, *ids], self.ask.tools)
+            gives_calls = not self.entry.gives_no_calls
+            self._certain = certain(self._codec, [*self.taped.begun, *ids], self.ask.tools, gives_calls=gives_calls)
             self._num_read = num_sampled
         return self._certain
 
@@ -108,7 +109,7 @@ class Delivery:
         return self._turn.taped.num_prompt
 
     async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
-        turn, text, reasoning = self._turn, "", ""
+        turn, told = self._turn, Piece()
         while True:
             changed = turn.changed
             if turn.refusal is not None:
@@ -118,10 +119,13 @@ class Delivery:
                 yield turn.answer
                 return
             known = turn.certain()
-            more = Piece(known.text.removeprefix(text), known.reasoning.removeprefix(reasoning))
-            if (more.text or more.reasoning) and known.text.startswith(text) and known.reasoning.startswith(reasoning):
-                text, reasoning = known.text, known.reasoning
-                yield more
+            calls = tuple((call_id(self.id, place), call) for place, call in enumerate(known.calls))
+            if known.text.startswith(told.text) and known.reasoning.startswith(told.reasoning):
+                text, reasoning = known.text.removeprefix(told.text), known.reasoning.removeprefix(told.reasoning)
+                more = Piece(text, reasoning, calls[len(told.calls) :])
+                told = Piece(known.text, known.reasoning, calls)
+                if more != Piece():
+                    yield more
             await changed.wait()
 
     async def whole(self) -> Answer:

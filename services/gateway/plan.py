@@ -75,7 +75,7 @@ class Plan:
         if place.again is not None:
             prompt = self._tape.turns[place.again.number].prompt
             return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
-        messages = self._as_answered(place, ask)
+        messages, own = self._as_answered(place, ask)
         try:
             reason = place.reason
             if place.parent is not None:
@@ -93,19 +93,23 @@ class Plan:
                     is_extended = place.words is not None
                     return Beginning([*more, *found], after, after.end, reason, is_extended=is_extended)
                 reason = reason or found
-            return Beginning(self._codec.render(messages, ask.tools), reason=reason, is_rendered=True)
+            return Beginning(self._codec.render(messages, ask.tools, own=own), reason=reason, is_rendered=True)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    def _as_answered(self, place: Place, ask: Ask) -> list[Message]:
-        """The request's messages, those that are answers of the policy with all that it said."""
+    def _as_answered(self, place: Place, ask: Ask) -> tuple[list[Message], dict[int, int]]:
+        """The request's messages, those that are answers of the policy with all that it said; and the places of the
+        policy's own words, with the number of their characters. Whatever else stands there as the assistant's was put
+        into its mouth."""
         messages = list(ask.messages)
+        own = {number: len(text_of(messages[number])) for number in self._history.known(place)}
         for number, node in self._history.answered(place, messages, ask.tools).items():
             message = self._message(node.entry.number, place.chain[0], ask)
+            own[number] = len(text_of(message))
             if more := self._added(node.entry, node.words or ""):
                 message = {**message, "content": text_of(message) + more}
             messages[number] = message
-        return messages
+        return messages, own
 
     def _added(self, entry: TurnEntry, words: str) -> str:
         """What of ``words`` a client has written behind the answer, and is not stored there."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import CallStatus, ParsedTurn, ToolCall, ToolSchema
 from services.gateway.endings import DAMAGED
-from services.gateway.turns import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Reading:
     reasoning: str
     calls: tuple[ToolCall, ...]
     parsed: ParsedTurn
+    num_behind: int = 0
+    """As an answer has it."""
 
 
 def read(
@@ -43,7 +45,14 @@ def read(
     hidden = overlap.rstrip()
     if hidden and text.endswith(hidden):
         text = text.removesuffix(hidden).rstrip()
-    return Reading(text, parsed.reasoning, calls, parsed)
+    num_behind = max(len(text) - len(_before(codec, sampled, parsed)), 0) if calls else 0
+    return Reading(text, parsed.reasoning, calls, parsed, num_behind)
+
+
+def _before(codec: ChatCodec, sampled: Sequence[int], parsed: ParsedTurn) -> str:
+    """The text before the first readable call, with what stands there and is none."""
+    odd = takewhile(lambda call: not _is_readable(call), parsed.calls)
+    return "\n".join([parsed.text, *(codec.tokenizer.decode(sampled[one.start : one.end]) for one in odd)]).strip()
 
 
 def _is_readable(call: ToolCall) -> bool:
@@ -51,9 +60,12 @@ def _is_readable(call: ToolCall) -> bool:
     return call.status is CallStatus.OK and isinstance(call.arguments, dict)
 
 
-def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Piece:
-    """Text and reasoning that will not change, whatever is sampled next."""
+def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema], *, gives_calls: bool = True) -> Reading:
+    """What will not change, whatever is sampled next: a call, and all that stands before it, once it is whole."""
     parsed = codec.parse(ids, tools)
+    calls = tuple(call for call in parsed.calls if call.is_final and _is_readable(call) and gives_calls)
+    if calls:
+        return Reading(_before(codec, ids, parsed), parsed.reasoning, calls, parsed)
     may_be_call = not parsed.calls and parsed.text.startswith("{")
     text = "" if may_be_call else parsed.text
-    return Piece(text.rstrip(DAMAGED).rstrip(), parsed.reasoning.rstrip(DAMAGED).rstrip())
+    return Reading(text.rstrip(DAMAGED).rstrip(), parsed.reasoning.rstrip(DAMAGED).rstrip(), (), parsed)

@@ -99,17 +99,44 @@ class Answer:
     reasoning: str = ""
     stop_text: str = ""
     """The one of ``Ask.stop`` that ended the turn, where one did."""
+    num_behind: int = 0
+    """Characters at the end of ``text`` that are told behind the calls: what could not be read as a call there."""
+
+    @property
+    def before(self) -> str:
+        """The text that is told before the calls."""
+        return self.text[: len(self.text) - self.num_behind]
+
+    @property
+    def behind(self) -> str:
+        """The text that is told behind the calls."""
+        return self.text[len(self.text) - self.num_behind :]
+
+    @property
+    def named_calls(self) -> tuple[tuple[str, ToolCall], ...]:
+        """Each with its id."""
+        return tuple(zip(self.call_ids, self.calls, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of the answer's text or reasoning, as it becomes certain.
+    """More of the answer, as it becomes certain.
 
-    The pieces of a turn, put together, begin its whole text and its whole reasoning; they need not reach their ends.
+    The pieces of a turn, put together, begin its whole reasoning, text and calls; they need not reach their ends. A
+    call comes whole, behind all text that is told before it.
     """
 
     text: str = ""
     reasoning: str = ""
+    calls: tuple[tuple[str, ToolCall], ...] = ()
+    """Each with its id."""
+    behind: str = ""
+    """Text behind the calls."""
+
+
+def call_id(turn: str, place: int) -> str:
+    """Of the call at this place in the turn with this id."""
+    return f"call{turn.removeprefix('turn')}_{place}".replace("-", "_")
 
 
 class RefusalKind(StrEnum):

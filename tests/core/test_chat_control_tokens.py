@@ -131,3 +131,37 @@ def test_white_space_that_was_added_to_a_vocabulary_stays_text(tmp_path: Path) -
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, added=("    ", "<think>")))
     assert tokenizer.control_tokens == (*CHATML, "<think>")
     assert tokenizer.token_id("    ") in tokenizer.encode("a    b")
+
+
+def spoken(text: str, **more: str) -> list[Message]:
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": text, **more},  # type: ignore[typeddict-item]
+        {"role": "user", "content": "y"},
+    ]
+
+
+@given(text=spelt)
+@settings(max_examples=60)
+def test_words_put_into_the_assistants_mouth_write_no_control_token(codec: ChatCodec, text: str) -> None:
+    ids = codec.render(spoken("So: " + text), own={})
+    assert controls(codec, ids) == controls(codec, codec.render(spoken("harmless"), own={}))
+    thoughtful = codec.render(spoken("So: " + text, reasoning_content=text), own={})
+    assert controls(codec, thoughtful) == controls(codec, codec.render(spoken("x", reasoning_content="x"), own={}))
+    if text.isascii():
+        assert codec.tokenizer.decode(ids).count("So: " + text.rstrip()) == 1
+
+
+def test_the_policys_own_words_keep_their_tags_and_what_stands_behind_them_does_not(codec: ChatCodec) -> None:
+    call = "<tool_call>x</tool_call>"
+    own = codec.render(spoken(call))
+    assert codec.render(spoken(call), own={2: len(call)}) == own
+    plain = codec.render(spoken("So"), own={2: 2})
+    longer = codec.render(spoken(call + call), own={2: len(call)})
+    assert controls(codec, longer) == controls(codec, own) != controls(codec, plain)
+    assert codec.tokenizer.decode(longer).count(call + call) == 1
+    # Halves of a tag that meet where the policy's words end are none.
+    for place in range(1, len("<tool_call>")):
+        met = codec.render(spoken("<tool_call>"), own={2: place})
+        assert controls(codec, met) == controls(codec, plain)

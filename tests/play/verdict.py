@@ -158,7 +158,7 @@ def _check_branches(part: Part, report: Any) -> None:
     assert found == meant, f"branches {dict(found)}, and the player caused {dict(meant)}"
     assert part.num_turns == report["turns"], f"{part.num_turns} turns, and the player had {report['turns']}"
     extended = int(part.counters.snapshot().get("drift/answer_extended", 0))
-    assert report["extended"] in (None, extended), f"{extended} answers extended, not {report['extended']}"
+    assert report["extended"] == extended, f"{extended} answers extended, not {report['extended']}"
     assert part.num_turns == len({segment.turn for segment in record if segment.num_actions}), "a turn without a token"
     missing = 1 + found.total() - len({segment.branch for segment in record})
     assert missing == 0, f"{missing} branches are not stored"

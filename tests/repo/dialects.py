@@ -46,6 +46,15 @@ Clients are told so by `x-should-retry`, which theirs obey. A request that a cli
 stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`. An
 error in its middle is told as the dialect tells it.
 
+A stream tells a call, its name and all its arguments, when the end of the call was sampled, and goes on; what can not
+be read as a call is never begun as one. What stands behind a call and is none is told as text behind the calls. Calls
+that only their shape tells from text (Llama's) are told at the end of the turn. Ids of calls are the same in a stream,
+in a whole answer, and when either is asked for again.
+
+A stop text is sampled, recorded and trained, and not told: the text ends before it. Messages name it as
+`stop_sequence`, Chat Completions as `stop_reason`. It may come back behind the answer, with more words behind it or
+without, and the conversation goes on behind the tokens that were sampled.
+
 Where `tool_choice` requires a call, of any tool or of one by its name, the answer is begun for the policy with the ids
 of such a call; they are read, not sampled, and not trained. What the policy makes of it is given as a call if it is
 one, and as text otherwise, as always. With `none` the tools stay in the prompt, so that the conversation goes on as it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
+from gspo_core.messages import Message, MessageCall, ToolSchema
 from services.gateway.dialects import asks
 from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
@@ -77,9 +77,11 @@ class AnthropicMessages:
         blocks: list[JSON] = []
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text:
-            blocks.append(_text(answer.text))
-        blocks += [_call(call_id, call.name, call.arguments) for call_id, call in _calls(answer)]
+        if answer.before:
+            blocks.append(_text(answer.before))
+        blocks += [_call(call_id, call.name, call.arguments) for call_id, call in answer.named_calls]
+        if answer.behind:
+            blocks.append(_text(answer.behind))
         return {
             **_message(answer.id, model, blocks, _usage(answer.usage)),
             **_end(answer),
@@ -119,8 +121,13 @@ class MessagesWriter:
             out += self._in_block({"type": "thinking", "thinking": "", "signature": ""})
             out += self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
-            out += self._in_block(_text(""))
-            out += self._delta({"type": "text_delta", "text": piece.text})
+            out += self._text(piece.text)
+        for call_id, call in piece.calls:
+            out += self._in_block(_call(call_id, call.name, {}))
+            out += self._delta({"type": "input_json_delta", "partial_json": arguments_text(call.arguments)})
+            out += self._close()
+        if piece.behind:
+            out += self._text(piece.behind)
         return out
 
     def alive(self) -> bytes:
@@ -128,10 +135,6 @@ class MessagesWriter:
 
     def end(self, answer: Answer) -> bytes:
         out = self.piece(self._told.rest(answer)) + self._close()
-        for call_id, call in _calls(answer):
-            out += self._in_block(_call(call_id, call.name, {}))
-            out += self._delta({"type": "input_json_delta", "partial_json": arguments_text(call.arguments)})
-            out += self._close()
         delta: JSON = {
             "type": "message_delta",
             "delta": _end(answer),
@@ -142,6 +145,9 @@ class MessagesWriter:
 
     def fail(self, fault: Fault) -> bytes:
         return event(AnthropicMessages().fault(fault)[1], "error")
+
+    def _text(self, text: str) -> bytes:
+        return self._in_block(_text("")) + self._delta({"type": "text_delta", "text": text})
 
     def _in_block(self, block: dict[str, JSON]) -> bytes:
         if self._open == block["type"]:
@@ -264,10 +270,6 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> t
     else:
         raise kind.fault("must be auto, any, tool or none")
     return asks.choose(sent, choice, tools), single is not None and single.flag()
-
-
-def _calls(answer: Answer) -> zip[tuple[str, ToolCall]]:
-    return zip(answer.call_ids, answer.calls, strict=True)
 
 
 def _call(call_id: str, name: str | None, arguments: JSON) -> dict[str, JSON]:

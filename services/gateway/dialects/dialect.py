@@ -1,7 +1,7 @@
 """What every dialect does: read a request, and write its answer, whole or as a stream, or its error.
 
 Rule: a dialect holds no connection and awaits nothing. A stream that was begun tells exactly what the whole answer
-tells, in the order reasoning, text, calls.
+tells, in the order reasoning, text, calls, and what stands behind the calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gspo_core.json_value import JSON
+from gspo_core.messages import ToolCall
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
 from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
@@ -87,19 +88,30 @@ class Told:
     """What a stream has told of an answer so far."""
 
     def __init__(self) -> None:
-        self._text = self._reasoning = ""
+        self._text = self._reasoning = self._behind = ""
+        self._calls: tuple[tuple[str, ToolCall], ...] = ()
 
     def add(self, piece: Piece) -> None:
-        if piece.reasoning and self._text:
-            raise AssertionError("reasoning came behind text")
+        if (piece.reasoning and (self._text or self._calls)) or (piece.text and self._calls):
+            raise AssertionError("reasoning came behind text, or text behind a call")
         self._text += piece.text
         self._reasoning += piece.reasoning
+        self._calls += piece.calls
+        self._behind += piece.behind
 
     def rest(self, answer: Answer) -> Piece:
         """What the pieces left out."""
-        if not (answer.text.startswith(self._text) and answer.reasoning.startswith(self._reasoning)):
+        calls, before, behind = answer.named_calls, answer.before, answer.behind
+        is_begun = before.startswith(self._text) and behind.startswith(self._behind)
+        is_begun &= answer.reasoning.startswith(self._reasoning)
+        if not is_begun or calls[: len(self._calls)] != self._calls:
             raise AssertionError(f"the pieces of turn {answer.id} are not how its answer begins")
-        return Piece(text=answer.text[len(self._text) :], reasoning=answer.reasoning[len(self._reasoning) :])
+        return Piece(
+            text=before[len(self._text) :],
+            reasoning=answer.reasoning[len(self._reasoning) :],
+            calls=calls[len(self._calls) :],
+            behind=behind[len(self._behind) :],
+        )
 
 
 def spans(versions: tuple[VersionSpan, ...]) -> JSON:

@@ -67,7 +67,7 @@ class OpenAIChat:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [*_calls(answer, question.forms)]
+            message["tool_calls"] = [_told_call(*one, question.forms) for one in answer.named_calls]
             message["content"] = answer.text or None
         choice: JSON = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return {
@@ -93,6 +93,7 @@ class ChatWriter:
         self._forms = forms
         self._wants_usage = wants_usage
         self._told = Told()
+        self._num_calls = 0
 
     def begin(self) -> bytes:
         return self._delta({"role": "assistant", "content": ""})
@@ -104,6 +105,12 @@ class ChatWriter:
             out += self._delta({"reasoning_content": piece.reasoning})
         if piece.text:
             out += self._delta({"content": piece.text})
+        for call_id, call in piece.calls:
+            told = _told_call(call_id, call, self._forms)
+            out += self._delta({"tool_calls": [{"index": self._num_calls, **told}]})
+            self._num_calls += 1
+        if piece.behind:
+            out += self._delta({"content": piece.behind})
         return out
 
     def alive(self) -> bytes:
@@ -111,8 +118,6 @@ class ChatWriter:
 
     def end(self, answer: Answer) -> bytes:
         out = self.piece(self._told.rest(answer))
-        for index, call in enumerate(_calls(answer, self._forms)):
-            out += self._delta({"tool_calls": [{"index": index, **call}]})
         out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, **_end(answer)}], answer)
         if self._wants_usage:
             out += self._chunk([], answer, usage=_usage(answer.usage))
@@ -275,10 +280,6 @@ def _end(answer: Answer) -> dict[str, JSON]:
     """``stop_reason`` is the stop text that ended the turn, as other servers of open models have it."""
     end: dict[str, JSON] = {"finish_reason": answer.finish}
     return end | {"stop_reason": answer.stop_text} if answer.stop_text else end
-
-
-def _calls(answer: Answer, forms: Forms) -> list[dict[str, JSON]]:
-    return [_told_call(call_id, call, forms) for call_id, call in zip(answer.call_ids, answer.calls, strict=True)]
 
 
 def _told_call(call_id: str, call: ToolCall, forms: Forms) -> dict[str, JSON]:

@@ -102,6 +102,7 @@ class ResponsesWriter:
         self._told = Told()
         self._num_events = 0
         self._num_items = 0
+        self._num_calls = 0
         self._open: _Part | None = None
 
     def begin(self) -> bytes:
@@ -114,6 +115,12 @@ class ResponsesWriter:
             out += self._continue("reasoning", piece.reasoning)
         if piece.text:
             out += self._continue("message", piece.text)
+        for call_id, call in piece.calls:
+            item = _call_item(f"{self._heading.id}_{self._num_calls}", call_id, call, self._question.forms)
+            out += self._close("completed") + self._tell_call(item)
+            self._num_calls += 1
+        if piece.behind:
+            out += self._continue("message", piece.behind)
         return out
 
     def alive(self) -> bytes:
@@ -125,8 +132,6 @@ class ResponsesWriter:
             out += self._continue("message", "")
         # Behind reasoning there is always something, so that it is never what was cut off.
         out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
-        for item in _call_items(answer, self._question.forms):
-            out += self._tell_call(item)
         whole = _response(self._question, self._heading, answer)
         return out + self._event(f"response.{whole['status']}", {"response": whole})
 
@@ -145,7 +150,7 @@ class ResponsesWriter:
         out = b""
         if self._open is None or self._open.kind != kind:
             out += self._close("completed")
-            self._open = _Part(kind, self._heading.id)
+            self._open = _Part(kind, self._heading.id, is_behind=self._num_calls > 0)
             added: dict[str, JSON] = {"output_index": self._num_items, "item": self._open.item("in_progress")}
             out += self._event("response.output_item.added", added)
             out += self._of_part("response.content_part.added", {"part": self._open.content()})
@@ -196,10 +201,10 @@ class ResponsesWriter:
 class _Part:
     """An item that holds one text, while it grows."""
 
-    def __init__(self, kind: str, turn: str, text: str = "") -> None:
+    def __init__(self, kind: str, turn: str, text: str = "", *, is_behind: bool = False) -> None:
         self.kind = kind
         self.text = text
-        self.id = f"rs_{turn}" if kind == "reasoning" else f"msg_{turn}"
+        self.id = f"rs_{turn}" if kind == "reasoning" else f"msg_{turn}_behind" if is_behind else f"msg_{turn}"
         self.event = "response.reasoning_text" if kind == "reasoning" else "response.output_text"
 
     def content(self) -> JSON:
@@ -246,7 +251,10 @@ class _Conversation:
         role, text = taken.need("role"), asks.read_text(self._reader, taken.need("content"))
         if role.value == "assistant":
             turn = self._turn
-            if turn is None or turn.get("content") is not None or "tool_calls" in turn:
+            if turn is not None and "tool_calls" in turn:  # no result of a call stands between them
+                turn["content"] = f"{turn.get('content') or ''}{text}"
+                return
+            if turn is None or turn.get("content") is not None:
                 turn = self._begin_turn()
             turn["content"] = text
         elif role.value in ("system", "developer", "user"):
@@ -393,14 +401,13 @@ def _output(answer: Answer, forms: Forms) -> list[JSON]:
     items: list[JSON] = []
     if answer.reasoning:
         items.append(_Part("reasoning", answer.id, answer.reasoning).item("completed"))
-    if answer.text or not answer.calls:
-        items.append(_Part("message", answer.id, answer.text).item(_status(answer)))
-    return [*items, *_call_items(answer, forms)]
-
-
-def _call_items(answer: Answer, forms: Forms) -> list[dict[str, JSON]]:
-    calls = zip(answer.call_ids, answer.calls, strict=True)
-    return [_call_item(f"{answer.id}_{index}", *one, forms) for index, one in enumerate(calls)]
+    if answer.before or not answer.calls:
+        # Before a call it is whole, wherever the answer was cut off.
+        items.append(_Part("message", answer.id, answer.before).item("completed" if answer.calls else _status(answer)))
+    items += [_call_item(f"{answer.id}_{index}", *one, forms) for index, one in enumerate(answer.named_calls)]
+    if answer.behind:
+        items.append(_Part("message", answer.id, answer.behind, is_behind=True).item(_status(answer)))
+    return items
 
 
 def _call_item(place: str, call_id: str, call: ToolCall, forms: Forms) -> dict[str, JSON]:

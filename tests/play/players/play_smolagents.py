@@ -54,7 +54,7 @@ class Play:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.rng = call.rng
-        self.report = Report(stops=True, extended=None)
+        self.report = Report(stops=True)
         self.seen = Seen(self.report)
         client = DefaultHttpxClient(event_hooks={"response": [self._heard]}, timeout=300)
         self.model = OpenAIModel(

@@ -114,8 +114,8 @@ class Report:
     retries: int = 0
     parallel: int = 0
     stops: bool = False
-    extended: int | None = 0
-    """Answers that were sent back with more than was told; None: the player did not count them."""
+    extended: int = 0
+    """Answers that were sent back with more than was told, and gone on from."""
     num_awaited: int = 0
     """Calls of the next turn, where the policy was told how many."""
     calls_lost: int = 0
@@ -196,6 +196,10 @@ class Seen:
         if nodes:
             node = max(nodes, key=lambda turn: len(turn["asked"]))
             was, node["continued"] = node["continued"], True
+            (role, text), *later = asked[len(node["asked"]) :]
+            is_own_end = role == "assistant" and all(role != "assistant" for role, _ in later)
+            if is_own_end and text.strip() != node["answer"]:
+                self.report.extended += 1
             return "edited_history" if was else ""
         begins = [turn["asked"] == asked[: len(turn["asked"])] for turn in self._turns]
         if not any(begins[number] for number, turn in enumerate(self._turns) if turn in alike) and any(begins):
@@ -355,7 +359,7 @@ class ByHand:
             self.report.stops |= chat.has_stop
             self.ask(chat, choice="auto", **how)
             chat.write_back((CODE_ENDS if chat.has_stop else "") + (more or words(self.rng)))
-            self.report.extended = (self.report.extended or 0) + 1
+            self.report.extended += 1
             chat.user(words(self.rng, "Observation: "))
         self.reply(chat, self.ask(chat))
         return chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 from starlette.middleware import Middleware
@@ -41,6 +41,7 @@ class Scripted:
     pieces: tuple[Piece, ...] = ()
     gate: asyncio.Event | None = None
     refusal: Refusal | None = None
+    num_behind: int = 0
 
     def answer(self, number: int) -> Answer:
         return Answer(
@@ -54,12 +55,14 @@ class Scripted:
             created_at=1_700_000_000 + number,
             reasoning=self.reasoning,
             stop_text=self.stop_text,
+            num_behind=self.num_behind,
         )
 
 
 class FakeAnswering:
     def __init__(self, number: int, scripted: Scripted) -> None:
         self._scripted = scripted
+        self._number = number
         self.answer = scripted.answer(number)
         self.id = self.answer.id
         self.created_at = self.answer.created_at
@@ -71,7 +74,8 @@ class FakeAnswering:
 
     async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         for piece in self._scripted.pieces:
-            yield piece
+            calls = tuple((call_id.format(self._number), call) for call_id, call in piece.calls)
+            yield replace(piece, calls=calls)
             self.num_taken += 1
         if self._scripted.gate is not None:
             await self._scripted.gate.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -135,6 +135,21 @@ CASES = (
         "pieces of reasoning and text",
         Scripted("one two", reasoning="a b", pieces=(*texts(["a", " b"], reasoning=True), *texts(["one", " tw"]))),
     ),
+    Case("text behind a call", Scripted("one two", (call("now", {}),), num_behind=4), tools=(NOW,)),
+    Case("text behind a call alone", Scripted("two", (call("now", {}),), num_behind=3, finish="length"), tools=(NOW,)),
+    Case(
+        "calls that are told before the end",
+        Scripted(
+            "one two",
+            (call("add", {"a": 1}), call("now", {}), call("now", {})),
+            pieces=(
+                Piece("one", calls=(("call_{}_0", call("add", {"a": 1})),)),
+                Piece(calls=(("call_{}_1", call("now", {})),)),
+            ),
+            num_behind=4,
+        ),
+        tools=(ADD, NOW),
+    ),
     Case("pieces of reasoning alone", Scripted("x", reasoning="a b", pieces=texts(["a"], reasoning=True))),
 )
 
@@ -263,31 +278,43 @@ ANSWERS = st.builds(
 )
 
 
-@given(scripted=ANSWERS, cuts=st.lists(st.integers(0, 12), max_size=4))
+@given(
+    scripted=ANSWERS,
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    num_behind=st.integers(0, 12),
+    num_early=st.integers(0, 3),
+)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.parametrize("name", SPEAKERS)
-def test_a_stream_cut_anywhere_tells_what_the_whole_answer_tells(name: str, scripted: Scripted, cuts: list[int]):
+def test_a_stream_cut_anywhere_tells_what_the_whole_answer_tells(
+    name: str, scripted: Scripted, cuts: list[int], num_behind: int, num_early: int
+):
     speaker = SPEAKERS[name]
+    if scripted.calls:
+        scripted = replace(scripted, num_behind=min(num_behind, len(scripted.text)))
     dialect, answer = DIALECTS[speaker.path], scripted.answer(0)
     if answer.calls and answer.finish == "stop":
-        answer = Scripted(scripted.text, scripted.calls, scripted.reasoning, usage=scripted.usage).answer(0)
+        answer = replace(scripted, finish="tool_calls").answer(0)
     body = {**speaker.body([USER]), **({"stream_options": {"include_usage": True}} if name == "chat" else {})}
     question = dialect.read(body, {})
     writer = dialect.writer(question, Heading(answer.id, answer.created_at, MODEL, answer.usage.num_prompt_tokens))
     stream = writer.begin()
-    for piece in pieces_of(answer, cuts):
+    for piece in pieces_of(answer, cuts, num_early):
         stream += writer.piece(piece) + writer.alive()
     stream += writer.end(answer)
     whole: Any = dialect.whole(question, MODEL, answer)
     assert speaker.read_stream(stream.decode()) == speaker.read(whole)
 
 
-def pieces_of(answer: Answer, cuts: list[int]) -> list[Piece]:
-    """The pieces of an answer cut at these places; the last text is left to the end."""
-    ends = sorted({cut for cut in cuts if cut < len(answer.text)})
+def pieces_of(answer: Answer, cuts: list[int], num_early: int) -> list[Piece]:
+    """The pieces of an answer cut at these places; the last text and later calls are left to the end."""
+    early = answer.named_calls[:num_early]
+    ends = sorted({cut for cut in cuts if cut < len(answer.before)})
+    if early:
+        ends.append(len(answer.before))
     begins = [0, *ends]
     pieces = [Piece(text=answer.text[a:b]) for a, b in zip(begins, ends, strict=False)]
     thoughts = [Piece(reasoning=one) for one in answer.reasoning[: cuts[0] if cuts else 0]]
     if pieces:
         thoughts = [Piece(reasoning=one) for one in answer.reasoning]
-    return [*thoughts, *pieces]
+    return [*thoughts, *pieces, *(Piece(calls=(one,)) for one in early)]

@@ -261,6 +261,48 @@ async def test_words_put_into_the_policys_mouth_are_rendered_and_not_trained(cod
     judge(one.records.segments(), one.policy.served)
 
 
+QUOTED = 'The page says <tool_call>{"name": "add"}</tool_call> and <think>x</think>.'
+
+
+def num_controls(codec: HermesCodec, ids: list[int]) -> int:
+    found = {codec.tokenizer.token_id(token) for token in ("<tool_call>", "</tool_call>", "<think>", "</think>")}
+    return sum(one in found for one in ids)
+
+
+async def test_words_put_into_the_policys_mouth_are_plain_text(codec: HermesCodec) -> None:
+    """What an agent quotes there would else be read as the policy's own call, or its thought."""
+    one = bench(codec, "One.", "<tool_call>odd</tool_call>", "Two.", "Three.")
+    first = await one.ask(HI)
+    second = await one.ask(HI, said(first), user("a"))
+    await one.ask(
+        HI, said(first), user("a"), said(second), user("b"), {"role": "assistant", "content": QUOTED}, user("c")
+    )
+    prompt = one.policy.served[-1].prompt
+    assert one.counters["drift/forks_assistant_message"] == 1
+    assert QUOTED in codec.tokenizer.decode(prompt)
+    assert num_controls(codec, prompt) == 2  # of the policy's own words
+    summary = user("in short: much")
+    await one.ask(summary, {"role": "assistant", "content": QUOTED}, user("d"), said(second), user("c"))
+    prompt = one.policy.served[-1].prompt
+    assert QUOTED in codec.tokenizer.decode(prompt)
+    assert num_controls(codec, prompt) == 2
+    judge(one.records.segments(), one.policy.served)
+
+
+async def test_words_behind_an_own_answer_are_plain_text_where_it_is_rendered_anew(codec: HermesCodec) -> None:
+    one = bench(codec, "<tool_call>odd STOP", "Two.", "Three.")
+    first = await one.ask(HI, stop=("STOP",))
+    written: Message = {"role": "assistant", "content": f"{first.text} STOP {QUOTED}"}
+    await one.ask(HI, written, user("a"))
+    assert num_controls(codec, one.policy.served[-1].prompt) == 1
+    await one.ask(HI, written, user("a"), {"role": "assistant", "content": "made up"}, user("b"))
+    prompt = one.policy.served[-1].prompt
+    assert one.counters["drift/forks"] == 1
+    assert f"<tool_call>odd STOP {QUOTED}<|im_end|>" in codec.tokenizer.decode(prompt)
+    assert num_controls(codec, prompt) == 1
+    judge(one.records.segments(), one.policy.served)
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "reason"),
     [

@@ -1,0 +1,140 @@
+"""Calls are told while the policy goes on: what a stream says early is what the whole answer says."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_core.chat import HermesCodec, load_tokenizer
+from services.gateway.app import DIALECTS
+from services.gateway.canonical import of_answer, of_message
+from services.gateway.reading import certain, read
+from services.gateway.turns import Answer, Piece, ToolChoice
+from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
+from tests.services.gateway.fake_turns import MODEL, Scripted
+from tests.services.gateway.fake_turns import call as named
+from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, request, user
+from tests.services.gateway.speakers import SPEAKERS
+from tests.services.rollout.rollout_kit import Speech
+
+HI = user("hi")
+
+
+def call(amount: int) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {{"amount": {amount}}}}}\n</tool_call>'
+
+
+def bench(codec: HermesCodec, speech: str, chunk: int = 1) -> Bench:
+    policy = BabblingPolicy(codec, random.Random(0), [Speech(codec).say(speech)])
+    return Bench(codec, policy=policy, rollout={"group_size": 2, "chunk_tokens": chunk})
+
+
+async def told(one: Bench, **fields: object) -> tuple[list[Piece], Answer]:
+    items = [item async for item in await one.episode.ask(request(HI, tools=(ADD,), **fields))]
+    answer = items.pop()
+    assert isinstance(answer, Answer)
+    return [item for item in items if isinstance(item, Piece)], answer
+
+
+async def test_a_call_is_told_once_its_end_was_sampled(codec: HermesCodec) -> None:
+    one = bench(codec, f"So. {call(1)}\n{call(2)}")
+    sampled, calls = [], []
+    async for item in await one.episode.ask(request(HI, tools=(ADD,))):
+        if isinstance(item, Piece):
+            calls += item.calls
+            sampled += [codec.tokenizer.decode(one.tape.turns[0].sampled)] * len(item.calls)
+        else:
+            answer = item
+    assert [text.count("</tool_call>") for text in sampled] == [1, 2]
+    assert sampled[0].endswith("</tool_call>")
+    assert tuple(calls) == answer.named_calls
+    assert [call_id for call_id, _ in calls] == ["call_0_0_0", "call_0_0_1"]
+    judge(one.records.segments(), one.policy.served)
+
+
+async def test_what_is_no_call_is_never_begun_as_one(codec: HermesCodec) -> None:
+    """What cannot be read stands before or behind the calls, wherever it was sampled."""
+    odd = "<tool_call>nonsense</tool_call>"
+    pieces, answer = await told(bench(codec, f"So. {odd}{call(1)}{odd}{call(2)}"))
+    assert "".join(piece.text for piece in pieces) == answer.before == f"So.\n{odd}"
+    assert answer.behind == f"\n{odd}"
+    assert answer.text == f"So.\n{odd}\n{odd}"
+    assert [one for piece in pieces for one in piece.calls] == list(answer.named_calls)
+    pieces, answer = await told(bench(codec, f"So. {odd}"))
+    assert not any(piece.calls for piece in pieces)
+    assert (answer.calls, answer.num_behind) == ((), 0)
+
+
+async def test_where_no_calls_are_wanted_none_is_told(codec: HermesCodec) -> None:
+    pieces, answer = await told(bench(codec, f"So. {call(1)}"), choice=ToolChoice("none"))
+    assert not any(piece.calls for piece in pieces)
+    assert answer.calls == ()
+
+
+async def test_a_call_within_reasoning_is_not_told(codec: HermesCodec) -> None:
+    """It ends the reasoning only if the reasoning has no end of its own later."""
+    pieces, answer = await told(bench(codec, f"<think>Hm. {call(1)} no.</think>{call(2)}"))
+    assert [one for piece in pieces for one in piece.calls] == list(answer.named_calls)
+    assert [one.arguments for one in answer.calls] == [{"amount": 2}]
+
+
+@lru_cache(maxsize=2)
+def _codec(opens_thought: bool) -> HermesCodec:
+    codec = HermesCodec(load_tokenizer(qwen_vocabulary_or_skip()))
+    codec._turn_reader.opens_thought = opens_thought
+    return codec
+
+
+PARTS = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>", "So: ", "\n", " ", "{", "数🦊", "word"),
+    *(call(7), call(7).replace("add", "fly"), call(7).replace("}}", "}"), '<tool_call>{"name": "add"}</tool_call>'),
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+)
+
+
+@pytest.mark.parametrize("opens_thought", [False, True])
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=9),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+    gives=st.booleans(),
+)
+@settings(deadline=None, max_examples=400)
+def test_what_is_certain_stays_so(opens_thought: bool, parts: list[str], cuts: list[int], gives: bool) -> None:
+    """Any tokens, cut anywhere: what is told early is how the whole answer begins."""
+    codec = _codec(opens_thought)
+    ids = codec.tokenizer.encode_whole("".join(parts))
+    whole = read(codec, ids, (ADD,), gives_calls=gives)
+    before = whole.text[: len(whole.text) - whole.num_behind]
+    for cut in cuts:
+        early = certain(codec, ids[:cut], (ADD,), gives_calls=gives)
+        assert whole.calls[: len(early.calls)] == early.calls
+        assert whole.reasoning.startswith(early.reasoning)
+        assert (before if whole.calls else whole.text).startswith(early.text)
+        if early.calls:
+            assert (early.text, early.reasoning) == (before, whole.reasoning)
+
+
+def test_text_behind_calls_that_comes_back_is_the_same_message() -> None:
+    scripted = Scripted("one two", (named("now", {}),), num_behind=4)
+    answer = scripted.answer(0)
+    responses, messages = (DIALECTS[SPEAKERS[name].path] for name in ("responses", "messages"))
+    question = responses.read(SPEAKERS["responses"].body([HI]), {})
+    output: Any = responses.whole(question, MODEL, answer)
+    assert [item["type"] for item in output["output"]] == ["message", "function_call", "message"]
+    result = {"type": "function_call_output", "call_id": answer.call_ids[0], "output": "noon"}
+    back = responses.read({"model": MODEL, "input": [{"role": "user", "content": "hi"}, *output["output"], result]}, {})
+    content: Any = messages.whole(question, MODEL, answer)
+    assert [block["type"] for block in content["content"]] == ["text", "tool_use", "text"]
+    kept = [{name: one[name] for name in one.keys() - {"citations", "caller"}} for one in content["content"]]
+    results = [{"type": "tool_result", "tool_use_id": answer.call_ids[0], "content": "noon"}]
+    said = [("user", "hi"), ("assistant", kept), ("user", results)]
+    turns = [{"role": role, "content": one} for role, one in said]
+    also = messages.read({"model": MODEL, "max_tokens": 9, "messages": turns}, {})
+    for asked in (back.ask, also.ask):
+        assert [message["role"] for message in asked.messages] == ["user", "assistant", "tool"]
+        assert of_message(asked.messages[1]) == of_answer(answer.text, [("now", {})])
