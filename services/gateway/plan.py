@@ -83,7 +83,7 @@ class Plan:
                 more = self._codec.tokenizer.encode(self._added(place.parent, place.words or ""))
                 found = self._codec.bridge(
                     after.prompt,
-                    [*after.said, *more],
+                    after.said,
                     messages[place.num_old :],
                     history=messages[: place.num_asked],
                     tools=ask.tools,

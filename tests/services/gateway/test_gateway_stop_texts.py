@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
+from gspo_core.chat.calls import TaggedCalls, read_hermes
+from gspo_core.chat.template import TemplateCodec
 from gspo_core.messages import Message
+from gspo_core.starter.tokenizer import chat_template
 from services.gateway.endings import before_stop_text, stop_text_end
 from services.gateway.history import Rewritten, TurnEntry
 from services.gateway.snapshots import TreeSnapshot
@@ -118,6 +121,23 @@ async def test_an_agent_that_writes_its_stop_text_back_at_each_step_has_one_bran
     assert {segment.branch for segment in record} == {0}
     text = codec.tokenizer.decode(stitched(record))
     assert text.count("\n</code>\nCalling tools:\n[3]<|im_end|>\n<|im_start|>user\nObservation:\n3") == 1
+
+
+async def test_it_goes_on_by_a_models_own_template_too() -> None:
+    tokenizer = load_tokenizer(qwen_vocabulary_or_skip())
+    codec: Any = TemplateCodec(tokenizer, chat_template(), TaggedCalls(tokenizer, read_hermes))
+    one = bench(codec, "x = 1\n</code> and more", "Fine.", "Well.")
+    first = await one.ask(HI, stop=(CODE,))
+    one.policy._rest.clear()
+    written = assistant(f"{first.text}{CODE}\nCalling <tool_call>")
+    second = await one.ask(HI, written, user("next"))
+    await one.ask(HI, written, user("next"), said(second), user("more"))
+    assert "drift/forks" not in one.counters
+    assert one.counters["drift/answer_extended"] == 1
+    judge(one.records.segments(), one.policy.served)
+    text = codec.tokenizer.decode(one.policy.served[-1].prompt)
+    assert text.count("x = 1\n</code>\nCalling <tool_call><|im_end|>") == 1
+    assert tokenizer.token_id("<tool_call>") not in one.policy.served[-1].prompt
 
 
 async def test_words_behind_an_answer_that_was_cut_off_go_on_behind_it(codec: HermesCodec) -> None:
