@@ -1,10 +1,13 @@
 """Plans how a request becomes a turn: which ids it is answered behind, and why, without changing anything.
 
-Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew.
+Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is encoded
+beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is something
+else by then, what was encoded is not used.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +16,9 @@ from gspo_core.messages import ForkReason, Message
 from services.gateway.history import History, Place, Rewritten
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
+
+# Encoding more takes tens of milliseconds, in which nobody else is answered.
+LONG_CHARS = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,17 @@ class Beginning:
         return (0 if self.after is None else self.after.end) + len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What a request that goes on from here comes to."""
+
+    goes_on: tuple[int, ...]
+    following: list[int] | ForkReason | None
+    """The ids that follow its parent's, where it has one."""
+    whole: list[int] | None
+    """All ids, where they are needed."""
+
+
 class Plan:
     def __init__(self, codec: ChatCodec, tape: Tape, history: History) -> None:
         self._codec = codec
@@ -51,9 +68,53 @@ class Plan:
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    def beginning(self, place: Place, ask: Ask) -> Beginning:
-        """Raises ``Refusal``."""
-        found, begun = self._behind(place, ask), self._begun(ask.choice)
+    async def encoded(self, ask: Ask) -> Encoded | None:
+        """None for a request that is short, or repeats another. Raises ``Refusal``."""
+        if sum(len(text) for message in ask.messages if isinstance(text := message.get("content"), str)) <= LONG_CHARS:
+            return None
+        place = self.place(ask)
+        if place.again is not None:
+            return None
+        messages, goes_on, prefix, said = self._as_answered(place, ask), self._goes_on(place), None, list[int]()
+        if place.parent is not None:
+            after = self._tape.turns[place.parent.number]
+            prefix, said = list(after.prompt), list(after.said)
+        return await asyncio.to_thread(self._encode, place, messages, ask, goes_on, prefix, said)
+
+    def _encode(
+        self,
+        place: Place,
+        messages: Sequence[Message],
+        ask: Ask,
+        goes_on: tuple[int, ...],
+        prefix: list[int] | None,
+        said: list[int],
+    ) -> Encoded | None:
+        """None where it cannot be: whoever does it again is told why."""
+        following: list[int] | ForkReason | None = None
+        try:
+            if prefix is not None:
+                history = messages[: place.num_asked]
+                following = self._codec.bridge(
+                    prefix, said, messages[place.num_old :], history=history, tools=ask.tools
+                )
+            if isinstance(following, list):
+                return Encoded(goes_on, following, None)
+            return Encoded(goes_on, following, self._codec.render(messages, ask.tools))
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def _goes_on(self, place: Place) -> tuple[int, ...]:
+        """Equal where the same request goes on from the same ids."""
+        if place.parent is None:
+            return (place.num_old,)
+        return place.num_old, place.parent.number, self._tape.turns[place.parent.number].end
+
+    def beginning(self, place: Place, ask: Ask, encoded: Encoded | None = None) -> Beginning:
+        """``encoded``: of the same request. Raises ``Refusal``."""
+        if encoded is not None and encoded.goes_on != self._goes_on(place):
+            encoded = None
+        found, begun = self._behind(place, ask, encoded), self._begun(ask.choice)
         return replace(found, token_ids=[*found.token_ids, *begun], num_begun=len(begun)) if begun else found
 
     def _begun(self, choice: ToolChoice) -> Sequence[int]:
@@ -67,7 +128,7 @@ class Plan:
             raise Refusal(RefusalKind.INVALID, f"tool_choice {message}", param="tool_choice")
         return opening
 
-    def _behind(self, place: Place, ask: Ask) -> Beginning:
+    def _behind(self, place: Place, ask: Ask, encoded: Encoded | None) -> Beginning:
         if place.again is not None:
             prompt = self._tape.turns[place.again.number].prompt
             return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
@@ -76,17 +137,21 @@ class Plan:
             reason = place.reason
             if place.parent is not None:
                 after = self._tape.turns[place.parent.number]
-                found = self._codec.bridge(
-                    after.prompt,
-                    after.said,
-                    messages[place.num_old :],
-                    history=messages[: place.num_asked],
-                    tools=ask.tools,
-                )
+                found = encoded.following if encoded is not None else None
+                if found is None:
+                    found = self._codec.bridge(
+                        after.prompt,
+                        after.said,
+                        messages[place.num_old :],
+                        history=messages[: place.num_asked],
+                        tools=ask.tools,
+                    )
                 if not isinstance(found, ForkReason):
                     return Beginning(found, after, after.end, "" if after.is_tip else Rewritten.EDITED_HISTORY)
                 reason = reason or found
-            return Beginning(self._codec.render(messages, ask.tools), reason=reason, is_rendered=True)
+            whole = encoded.whole if encoded is not None else None
+            ids = self._codec.render(messages, ask.tools) if whole is None else whole
+            return Beginning(ids, reason=reason, is_rendered=True)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 

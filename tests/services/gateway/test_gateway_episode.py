@@ -419,7 +419,7 @@ async def test_counting_tokens_samples_and_records_nothing(codec: HermesCodec) -
     one = bench(codec, "Hello.", "Fine.")
     first = await one.ask(HI)
     ask = request(HI, said(first), user("how are you?"))
-    count = one.episode.count_tokens(ask)
+    count = await one.episode.count_tokens(ask)
     assert len(one.policy.served) == 1
     assert (await take(await one.episode.ask(ask))).usage.num_prompt_tokens == count
 
