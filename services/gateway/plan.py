@@ -1,8 +1,8 @@
 """Plans how a request becomes a turn: which ids it is answered behind, and why, without changing anything.
 
-Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is encoded
-beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is something
-else by then, what was encoded is not used.
+Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is
+encoded beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is
+something else by then, what was encoded is not used.
 """
 
 from __future__ import annotations
