@@ -37,7 +37,8 @@ PAGE = """# Open streams, and one large body
 Written by `python -m benchmarks.gateway_load --streams {streams}` at {commit}, {date}: one process
 `python -m services.gateway`, Redis with `appendfsync always`, an engine that waits. {machine}. {open} of {streams}
 streams were open. `GET /v1/models` every 10 ms from the process that also sends the bodies: what it takes is the lag of
-the gateway's event loop, and of a machine whose two cores the gateway, its threads and the clients share.
+the gateway's event loop, and of a machine whose two cores the gateway, its threads and the clients share. A request
+that waits longer than 10 ms counts for those that would have been asked meanwhile, too.
 
 | what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms |
 |---|---|---|---|---|---|---|
@@ -77,7 +78,10 @@ class Pings:
                 writer.write(self._head)
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
-                self.found_ms.append((time.perf_counter() - started) * 1e3)
+                waited_ms = (time.perf_counter() - started) * 1e3
+                while waited_ms > 0:
+                    self.found_ms.append(waited_ms)
+                    waited_ms -= EVERY_S * 1e3
                 await asyncio.sleep(EVERY_S)
         finally:
             writer.close()

@@ -64,7 +64,7 @@ class Plan:
             message = "the last message must not be the assistant's: the policy answers it"
             raise Refusal(RefusalKind.INVALID, message, param="messages")
         try:
-            return self._history.place(ask.messages, ask.tools)
+            return self._history.place(ask.messages, ask.tools, ask.said)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 

@@ -55,6 +55,8 @@ class Ask:
     """The turn ends with its first call."""
     dropped: tuple[str, ...] = ()
     """Names of texts that were left out because they differ from one request to the next; no part of the digest."""
+    said: tuple[bytes, ...] = ()
+    """Digest of each message, where it was made with the request; no part of the digest."""
     seed: int | None = None
     """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 
