@@ -96,7 +96,11 @@ class _FileTokenizer:
     def _encode(self, text: str) -> list[int]:
         # A policy can write half a surrogate pair as a JSON escape, which has no bytes.
         sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-        ids: list[int] = self._backend.encode(sound, add_special_tokens=False).ids
+        if len(text) > _LONG_CHARS:  # other threads go on meanwhile
+            [found] = self._backend.encode_batch([sound], add_special_tokens=False)
+        else:
+            found = self._backend.encode(sound, add_special_tokens=False)
+        ids: list[int] = found.ids
         return ids
 
     def encode_whole(self, text: str) -> list[int]:

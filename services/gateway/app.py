@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
 from services.gateway.bodies import SMALL_BODY_BYTES, Bodies
+from services.gateway.canonical import of_messages
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
 from services.gateway.dialects.dialect import Dialect, Question
@@ -89,7 +90,7 @@ class _Routes:
         # Before the body is read: without a key that opens something, nothing is.
         names = await self._turns.model_names(key)
         with self._bodies.of(key) as body:
-            question = await body.read(request, partial(dialect.read, headers=request.headers))
+            question = await body.read(request, partial(_question, dialect, request.headers))
             ask = replace(
                 question.ask,
                 dialect=_name_of(request.url.path),
@@ -111,7 +112,7 @@ class _Routes:
         key = key_of(request.headers)
         names = await self._turns.model_names(key)
         with self._bodies.of(key) as body:
-            question = await body.read(request, partial(_COUNTING.read, headers=request.headers))
+            question = await body.read(request, partial(_question, _COUNTING, request.headers))
             count = await self._turns.count_tokens(key, replace(question.ask, unsupported=question.unsupported))
         return json_reply({"input_tokens": count}, _ignored(question, names))
 
@@ -165,6 +166,16 @@ class _Routes:
     async def readyz(self, request: Request) -> Response:
         is_ready = self._is_ready() and not self._stopping.is_set()
         return json_reply({"status": "ok" if is_ready else "not ready"}, {}, 200 if is_ready else 503)
+
+
+def _question(dialect: Dialect, headers: Mapping[str, str], body: JSON) -> Question:
+    """With all that takes long where it is large. Raises ``Refusal``."""
+    question = dialect.read(body, headers)
+    try:
+        said = tuple(of_messages(question.ask.messages))
+    except (ValueError, TypeError, KeyError):  # whoever places it says why
+        return question
+    return replace(question, ask=replace(question.ask, said=said))
 
 
 def user_of(body: Mapping[str, JSON]) -> str:

@@ -88,7 +88,7 @@ class Door:
         return await (await self._episode(key)).ask(ask)
 
     async def count_tokens(self, key: str, ask: Ask) -> int:
-        return (await self._episode(key)).count_tokens(ask)
+        return await (await self._episode(key)).count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
         """Also refuses what is known to be over: it is asked before a body is read."""

@@ -27,7 +27,7 @@ from services.gateway.keys import Attempt
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
-from services.gateway.plan import Beginning, Plan
+from services.gateway.plan import Beginning, Encoded, Plan
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
@@ -131,7 +131,10 @@ class AgentEpisode:
         ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
-        turn = self._again(ask) or self._begin(ask)
+        encoded = await self._plan.encoded(ask)
+        if encoded is not None:
+            self._check_alive()
+        turn = self._again(ask) or self._begin(ask, encoded)
         return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
 
     def knows(self, ask: Ask) -> bool:
@@ -146,11 +149,12 @@ class AgentEpisode:
             return False
         return place.parent is not None or place.again is not None
 
-    def count_tokens(self, ask: Ask) -> int:
+    async def count_tokens(self, ask: Ask) -> int:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
-        return self._plan.beginning(self._plan.place(ask), ask).num_prompt
+        encoded = await self._plan.encoded(ask)
+        return self._plan.beginning(self._plan.place(ask), ask, encoded).num_prompt
 
     async def reward(self, value: float, turn: str = "", token: str = "", *, pays: bool = False) -> None:
         """``pays``: by the key that is for rewards."""
@@ -181,6 +185,9 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         self.num_requests += 1
+        self._check_alive()
+
+    def _check_alive(self) -> None:
         if self.is_sealed:
             raise Refusal(RefusalKind.ENDED, "this episode has ended")
         if self.failure.done():
@@ -229,10 +236,10 @@ class AgentEpisode:
 
     # a new turn
 
-    def _begin(self, ask: Ask) -> LiveTurn:
+    def _begin(self, ask: Ask, encoded: Encoded | None) -> LiveTurn:
         self._budget.check(len(self.history.entries), self.num_calls)
         place = self._plan.place(ask)
-        beginning = self._plan.beginning(place, ask)
+        beginning = self._plan.beginning(place, ask, encoded)
         if beginning.num_prompt >= self._order.max_context_tokens:
             self._budget.stopped = StopReason.CONTEXT_OVERFLOW
             most = self._order.max_context_tokens

@@ -179,9 +179,10 @@ class History:
             entry.repeat_keys.append(repeat_key)
             self._by_repeat_key[repeat_key] = entry
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Place:
-        """Raises ``ValueError`` for messages that cannot be read."""
-        said = of_messages(messages)
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> Place:
+        """``digests``: of the messages, where they are known. Raises ``ValueError`` for messages that cannot be
+        read."""
+        said = digests or of_messages(messages)
         chain = prefixes(said, of_tools(tools))
         bare = prefixes(said, _NO_TOOLS) if tools else chain
         if same := self._by_request.get(chain[-1]):

@@ -1,11 +1,14 @@
 """Plans how a request becomes a turn: which ids it is answered behind, and why, without changing anything.
 
-Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew.
+Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is
+encoded beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is
+something else by then, what was encoded is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gspo_core.chat import ChatCodec
@@ -15,6 +18,9 @@ from services.gateway.history import History, Place, Rewritten, TurnEntry
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
 from services.gateway.written_back import added
+
+# Encoding more takes tens of milliseconds, in which nobody else is answered.
+LONG_CHARS = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,17 @@ class Beginning:
         return (0 if self.after is None else self.after.end) + len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What a request that goes on from here comes to."""
+
+    goes_on: tuple[object, ...]
+    following: list[int] | ForkReason | None
+    """The ids that follow its parent's, where it has one."""
+    whole: list[int] | None
+    """All ids, where they are needed."""
+
+
 class Plan:
     def __init__(self, codec: ChatCodec, tape: Tape, history: History) -> None:
         self._codec = codec
@@ -51,13 +68,58 @@ class Plan:
             message = "the last message must not be the assistant's: the policy answers it"
             raise Refusal(RefusalKind.INVALID, message, param="messages")
         try:
-            return self._history.place(ask.messages, ask.tools)
+            return self._history.place(ask.messages, ask.tools, ask.said)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    def beginning(self, place: Place, ask: Ask) -> Beginning:
-        """Raises ``Refusal``."""
-        found, begun = self._behind(place, ask), self._begun(ask.choice)
+    async def encoded(self, ask: Ask) -> Encoded | None:
+        """None for a request that is short, or repeats another. Raises ``Refusal``."""
+        if sum(len(text) for message in ask.messages if isinstance(text := message.get("content"), str)) <= LONG_CHARS:
+            return None
+        place = self.place(ask)
+        if place.again is not None:
+            return None
+        messages, own = self._as_answered(place, ask)
+        goes_on = self._goes_on(place, own)
+        prefix, said = None, list[int]()
+        if place.parent is not None:
+            after = self._tape.turns[place.parent.number]
+            prefix, said = list(after.prompt), list(after.said)
+        return await asyncio.to_thread(self._encode, place, messages, own, ask, goes_on, prefix, said)
+
+    def _encode(
+        self,
+        place: Place,
+        messages: Sequence[Message],
+        own: Mapping[int, int],
+        ask: Ask,
+        goes_on: tuple[object, ...],
+        prefix: list[int] | None,
+        said: list[int],
+    ) -> Encoded | None:
+        """None where it cannot be: whoever does it again is told why."""
+        following: list[int] | ForkReason | None = None
+        try:
+            if prefix is not None:
+                history = messages[: place.num_asked]
+                following = self._codec.bridge(
+                    prefix, said, messages[place.num_old :], history=history, tools=ask.tools
+                )
+            if isinstance(following, list):
+                return Encoded(goes_on, following, None)
+            return Encoded(goes_on, following, self._codec.render(messages, ask.tools, own=own))
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def _goes_on(self, place: Place, own: Mapping[int, int]) -> tuple[object, ...]:
+        """Equal where the same request goes on from the same ids, and reads as much of it as the policy's words."""
+        if place.parent is None:
+            return place.num_old, dict(own)
+        return place.num_old, dict(own), place.parent.number, self._tape.turns[place.parent.number].end
+
+    def beginning(self, place: Place, ask: Ask, encoded: Encoded | None = None) -> Beginning:
+        """``encoded``: of the same request. Raises ``Refusal``."""
+        found, begun = self._behind(place, ask, encoded), self._begun(ask.choice)
         return replace(found, token_ids=[*found.token_ids, *begun], num_begun=len(begun)) if begun else found
 
     def _begun(self, choice: ToolChoice) -> Sequence[int]:
@@ -71,29 +133,35 @@ class Plan:
             raise Refusal(RefusalKind.INVALID, f"tool_choice {message}", param="tool_choice")
         return opening
 
-    def _behind(self, place: Place, ask: Ask) -> Beginning:
+    def _behind(self, place: Place, ask: Ask, encoded: Encoded | None) -> Beginning:
         if place.again is not None:
             prompt = self._tape.turns[place.again.number].prompt
             return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
         messages, own = self._as_answered(place, ask)
+        if encoded is not None and encoded.goes_on != self._goes_on(place, own):
+            encoded = None
         try:
             reason = place.reason
             if place.parent is not None:
                 after = self._tape.turns[place.parent.number]
                 more = self._codec.tokenizer.encode(self._added(place.parent, place.words or ""))
-                found = self._codec.bridge(
-                    after.prompt,
-                    after.said,
-                    messages[place.num_old :],
-                    history=messages[: place.num_asked],
-                    tools=ask.tools,
-                )
+                found = encoded.following if encoded is not None else None
+                if found is None:
+                    found = self._codec.bridge(
+                        after.prompt,
+                        after.said,
+                        messages[place.num_old :],
+                        history=messages[: place.num_asked],
+                        tools=ask.tools,
+                    )
                 if not isinstance(found, ForkReason):
                     reason = "" if after.is_tip else Rewritten.EDITED_HISTORY
                     is_extended = place.words is not None
                     return Beginning([*more, *found], after, after.end, reason, is_extended=is_extended)
                 reason = reason or found
-            return Beginning(self._codec.render(messages, ask.tools, own=own), reason=reason, is_rendered=True)
+            whole = encoded.whole if encoded is not None else None
+            ids = self._codec.render(messages, ask.tools, own=own) if whole is None else whole
+            return Beginning(ids, reason=reason, is_rendered=True)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 

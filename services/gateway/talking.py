@@ -125,7 +125,8 @@ class Talking:
     async def count_tokens(self, key: str, ask: Ask) -> int:
         presented, _ = await self._known(key)
         job = await self._jobs.get(presented.job)
-        return (self._continued(presented.id, ask) or self._conversation(presented, job, "")).count_tokens(ask)
+        conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
+        return await conversation.count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
         await self._known(key)

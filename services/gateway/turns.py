@@ -57,6 +57,8 @@ class Ask:
     """Names of texts that were left out because they differ from one request to the next; no part of the digest."""
     unsupported: tuple[Refusal, ...] = ()
     """What of the request is not done here, which the job has refused or said; no part of the digest."""
+    said: tuple[bytes, ...] = ()
+    """Digest of each message, where it was made with the request; no part of the digest."""
     seed: int | None = None
     """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 

@@ -41,7 +41,7 @@ class Question:
     def without_history(self) -> Question:
         """For the answer, which tells nothing of it: it is large, and a stream may be open for long."""
         body = {name: value for name, value in self.body.items() if name not in HISTORIES}
-        return replace(self, ask=replace(self.ask, messages=(), tools=()), body=body)
+        return replace(self, ask=replace(self.ask, messages=(), tools=(), said=()), body=body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,7 +441,7 @@ async def test_counting_tokens_samples_and_records_nothing(codec: HermesCodec) -
     one = bench(codec, "Hello.", "Fine.")
     first = await one.ask(HI)
     ask = request(HI, said(first), user("how are you?"))
-    count = one.episode.count_tokens(ask)
+    count = await one.episode.count_tokens(ask)
     assert len(one.policy.served) == 1
     assert (await take(await one.episode.ask(ask))).usage.num_prompt_tokens == count
 
@@ -555,7 +555,7 @@ async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec:
 
 
 async def _counted(one: Bench, fault: Refusal) -> int:
-    return one.episode.count_tokens(request(HI, unsupported=(fault,)))
+    return await one.episode.count_tokens(request(HI, unsupported=(fault,)))
 
 
 @pytest.mark.parametrize("with_others", [False, True])

@@ -1,0 +1,218 @@
+"""Whether one large body holds up a gateway's open streams: `python -m benchmarks.gateway_load`.
+
+A real gateway process before real Redis, an engine that only waits, and open streams. Another request of the smallest
+kind (`GET /v1/models`) is asked every 10 ms on a connection of its own, from this process: it waits for the event loop
+and is answered without any other work, so what it takes is the loop's lag and the machine's. Meanwhile a body of the
+largest size comes, in several shapes, and then a history of 100,000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from benchmarks.gateway import OPENED_A_SECOND, TURN_TOKENS, Stream, at
+from benchmarks.gateway_stage import TOOL, Episode, Gateway, open_gateway, words
+from benchmarks.rollout_stage import machine
+from services.gateway.bodies import MAX_BODY_BYTES
+
+RESULTS = Path(__file__).with_name("results") / "gateway_load.md"
+STREAM_S = 240.0
+EVERY_S = 0.01
+QUIET_S = 10.0
+
+PAGE = """# Open streams, and one large body
+
+Written by `python -m benchmarks.gateway_load --streams {streams}` at {commit}, {date}: one process
+`python -m services.gateway`, Redis with `appendfsync always`, an engine that waits. {machine}. {open} of {streams}
+streams were open. `GET /v1/models` every 10 ms from the process that also sends the bodies: what it takes is the lag of
+the gateway's event loop, and of a machine whose two cores the gateway, its threads and the clients share. A request
+that waits longer than 10 ms counts for those that would have been asked meanwhile, too.
+
+| what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms |
+|---|---|---|---|---|---|---|
+{rows}
+"""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a body met, and what others met meanwhile."""
+
+    name: str
+    num_bytes: int
+    answer: str
+    took_s: float
+    lags_ms: list[float]
+
+    def row(self) -> str:
+        lags = self.lags_ms
+        cells = (self.name, f"{self.num_bytes / 2**20:.1f}", self.answer, f"{self.took_s:.1f}")
+        return f"| {' | '.join(cells)} | {at(lags, 0.5):.1f} | {at(lags, 0.99):.1f} | {max(lags):.1f} |"
+
+
+class Pings:
+    """Asks for next to nothing, again and again."""
+
+    def __init__(self, gateway: Gateway, episode: Episode) -> None:
+        self._address = urlsplit(gateway.url)
+        self._head = f"GET /v1/models HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {episode.key}\r\n\r\n".encode()
+        self.found_ms: list[float] = []
+
+    async def run(self) -> None:
+        reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
+        try:
+            while True:
+                started = time.perf_counter()
+                writer.write(self._head)
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
+                waited_ms = (time.perf_counter() - started) * 1e3
+                while waited_ms > 0:
+                    self.found_ms.append(waited_ms)
+                    waited_ms -= EVERY_S * 1e3
+                await asyncio.sleep(EVERY_S)
+        finally:
+            writer.close()
+
+
+def asking(messages: list[dict[str, object]]) -> bytes:
+    return msgspec.json.encode({"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": 16})
+
+
+def many_messages() -> bytes:
+    """About 8 kB each, as files and outputs of tools are."""
+    pairs = MAX_BODY_BYTES // 2**14 - 8
+    text = words(1900)[:8000]
+    messages: list[dict[str, object]] = []
+    for number in range(pairs):
+        messages.append({"role": "user", "content": f"{number} {text}"})
+        messages.append({"role": "assistant", "content": f"{number} {text}"})
+    return asking([*messages, {"role": "user", "content": "and now?"}])
+
+
+def one_text() -> bytes:
+    return asking([{"role": "user", "content": words(MAX_BODY_BYTES // 5)[: MAX_BODY_BYTES - 4096]}])
+
+
+def empty_lists() -> bytes:
+    return b"[" + b"[]," * (MAX_BODY_BYTES // 3 - 2) + b"[]]"
+
+
+SHAPES: dict[str, Callable[[], bytes]] = {
+    "a history of 2,000 messages": many_messages,
+    "one text": one_text,
+    "empty lists": empty_lists,
+}
+
+
+async def post(gateway: Gateway, key: str, body: bytes) -> str:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    answer = await gateway.http.ask("POST", f"{gateway.url}/chat/completions", headers, body, httpx.Timeout(600))
+    if answer.status_code == 200:
+        return "200"
+    return f"{answer.status_code} {json.loads(answer.content)['error']['code']}"
+
+
+async def arrival(gateway: Gateway, episode: Episode, name: str, body: bytes) -> Arrival:
+    pings = Pings(gateway, episode)
+    pinging = asyncio.create_task(pings.run())
+    await asyncio.sleep(0.5)
+    started = time.perf_counter()
+    if body:
+        asked = asyncio.create_task(post(gateway, episode.key, body))
+        done, _ = await asyncio.wait({asked}, timeout=120)
+        answer = asked.result() if done else "held"
+        asked.cancel()
+    else:
+        await asyncio.sleep(QUIET_S)
+        answer = ""
+    took_s = time.perf_counter() - started
+    await asyncio.sleep(0.5)
+    pinging.cancel()
+    found = Arrival(name, len(body), answer, took_s, pings.found_ms)
+    print(found.row(), flush=True)
+    return found
+
+
+async def measure(num_streams: int) -> tuple[int, list[Arrival]]:
+    bodies = {name: make() for name, make in SHAPES.items()}
+    seconds = (STREAM_S, STREAM_S)
+    async with open_gateway(turn_tokens=TURN_TOKENS, seconds=seconds, max_episodes=num_streams + 8) as gateway:
+        episodes = await gateway.episodes(num_streams + 1)
+        *listening, asks = episodes
+        opened = [Stream(episode) for episode in listening]
+        for episode in listening:
+            episode.read(890)
+        reading = []
+        for place, one in enumerate(opened):
+            reading.append(asyncio.create_task(one.read()))
+            await asyncio.sleep(0 if place % OPENED_A_SECOND else 1.0)
+        await asyncio.gather(*(one.is_open.wait() for one in opened))
+        found = [await arrival(gateway, asks, "nothing", b"")]
+        for name, body in bodies.items():
+            found.append(await arrival(gateway, asks, name, body))
+        count = msgspec.json.encode({"model": "policy", "messages": [{"role": "user", "content": words(100_000)}]})
+        found.append(await counted(gateway, asks, count))
+        num_open = sum(not one.is_whole for one in opened)
+        for task in reading:
+            task.cancel()
+        return num_open, found
+
+
+async def counted(gateway: Gateway, episode: Episode, body: bytes) -> Arrival:
+    """The prompt that it becomes, which is made in the same way."""
+    pings = Pings(gateway, episode)
+    pinging = asyncio.create_task(pings.run())
+    await asyncio.sleep(0.5)
+    headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
+    started = time.perf_counter()
+    url = f"{gateway.url}/messages/count_tokens"
+    answer = await gateway.http.ask("POST", url, headers, body, httpx.Timeout(600))
+    took_s = time.perf_counter() - started
+    await asyncio.sleep(0.5)
+    pinging.cancel()
+    told = f"{answer.status_code}, {json.loads(answer.content).get('input_tokens', 0):,} tokens"
+    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, pings.found_ms)
+    print(found.row(), flush=True)
+    return found
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--look", action="store_true", help="print only; nothing is stored")
+    arguments = parser.parse_args()
+    num_open, found = asyncio.run(measure(arguments.streams))
+    page = PAGE.format(
+        streams=arguments.streams,
+        open=num_open,
+        commit=commit(),
+        date=datetime.date.today().isoformat(),
+        machine=machine(),
+        rows="\n".join(one.row() for one in found),
+    )
+    print(page)
+    if not arguments.look:
+        RESULTS.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Long requests: encoded beside the event loop, and decided on it, after everything that came meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from gspo_core.chat import HermesCodec
+from services.gateway.plan import LONG_CHARS
+from services.gateway.turns import Refusal, RefusalKind
+from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
+from tests.services.rollout.rollout_kit import until
+
+LONG = "x" * (LONG_CHARS + 1)
+
+
+class Watched:
+    """A codec that says in which thread it encodes, and waits there until it may go on."""
+
+    def __init__(self, codec: HermesCodec) -> None:
+        self._codec = codec
+        self.calls: list[tuple[str, bool]] = []
+        """What was encoded, and whether beside the event loop."""
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def render(self, *given: Any, **named: Any) -> Any:
+        return self._watched("render", *given, **named)
+
+    def bridge(self, *given: Any, **named: Any) -> Any:
+        return self._watched("bridge", *given, **named)
+
+    def _watched(self, name: str, *given: Any, **named: Any) -> Any:
+        is_beside = threading.current_thread() is not threading.main_thread()
+        self.calls.append((name, is_beside))
+        if is_beside:
+            self.may_go_on.wait()
+        return getattr(self._codec, name)(*given, **named)
+
+
+def bench_of(codec: HermesCodec) -> tuple[Bench, Watched]:
+    watched = Watched(codec)
+    return Bench(watched, context_tokens=1_000_000), watched  # type: ignore[arg-type]
+
+
+async def test_what_is_long_is_encoded_beside_the_event_loop_and_what_is_short_on_it(codec: HermesCodec):
+    bench, watched = bench_of(codec)
+    answer = await bench.ask(user(LONG))
+    await bench.ask(user(LONG), said(answer), user("short"))
+    await bench.ask(user("short"))
+    ask = request(user("of another length"), user(LONG))
+    assert await bench.episode.count_tokens(ask) > LONG_CHARS
+    assert watched.calls == [("render", True), ("bridge", True), ("render", False), ("render", True)]
+    judge(bench.records.segments(), bench.policy.served)
+
+
+async def test_its_ids_are_those_that_it_would_have_been_encoded_to_on_the_loop(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = []
+    for limit in (LONG_CHARS, 1 << 30):
+        monkeypatch.setattr("services.gateway.plan.LONG_CHARS", limit)
+        bench, _ = bench_of(codec)
+        answer = await bench.ask(user(LONG))
+        await bench.ask(user(LONG), said(answer), user("and?"))
+        prompts.append([one.prompt for one in bench.policy.served])
+    assert prompts[0] == prompts[1]
+
+
+async def test_what_a_turn_goes_on_from_is_decided_when_it_has_been_encoded(codec: HermesCodec):
+    """Two equal long questions behind one answer: the second one to come through forks, whichever was encoded first."""
+    bench, watched = bench_of(codec)
+    answer = await bench.ask(user(LONG))
+    watched.may_go_on.clear()
+    both = [
+        asyncio.create_task(bench.ask(user(LONG), said(answer), user(text))) for text in ("one way", "the other way")
+    ]
+    await until(lambda: len(watched.calls) == 3)
+    assert len(bench.episode.history.entries) == 1
+    watched.may_go_on.set()
+    await asyncio.gather(*both)
+    entries = bench.episode.history.entries
+    assert [entries[number].parent for number in (1, 2)] == [0, 0]
+    assert [bool(entries[number].reason) for number in (1, 2)] == [False, True]
+    judge(bench.records.segments(), bench.policy.served)
+
+
+async def test_the_same_long_request_twice_at_once_is_one_turn(codec: HermesCodec):
+    bench, watched = bench_of(codec)
+    watched.may_go_on.clear()
+    ask = request(user(LONG), repeat_key="once")
+    both = [asyncio.create_task(bench.episode.ask(ask)) for _ in range(2)]
+    await until(lambda: len(watched.calls) == 2)
+    watched.may_go_on.set()
+    first, second = [await take(one) for one in await asyncio.gather(*both)]
+    assert first == second
+    assert len(bench.episode.history.entries) == 1
+
+
+async def test_an_episode_that_ends_meanwhile_begins_no_turn(codec: HermesCodec):
+    bench, watched = bench_of(codec)
+    watched.may_go_on.clear()
+    asking = asyncio.create_task(bench.episode.ask(request(user(LONG))))
+    await until(lambda: bool(watched.calls))
+    await bench.episode.seal()
+    watched.may_go_on.set()
+    with pytest.raises(Refusal) as refusal:
+        await asking
+    assert refusal.value.kind is RefusalKind.ENDED
+    assert not bench.episode.history.entries
