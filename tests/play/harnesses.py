@@ -17,7 +17,6 @@ from typing import Any
 from gspo_core.env import Llm
 
 INSTALLED = Path(os.environ.get("GSPO_TEST_HARNESSES", Path(__file__).parents[2] / ".make" / "harnesses"))
-# What each ends its first run with is gone on from by a second one.
 Words = Callable[[Llm, Path, str, bool], Sequence[str]]
 """The command, for a home, a task, and whether it goes on with what it did there before."""
 Calls = Callable[[random.Random], Sequence[Mapping[str, Any]]]
@@ -38,14 +37,10 @@ HARMLESS = {"NO_COLOR": "1", "TERM": "dumb", "CI": "1", "NO_PROXY": "127.0.0.1",
 class Harness:
     name: str
     package: str
-    """As the registry of its language has it."""
+    """As npm has it, with its version."""
     words: Words
     env: Callable[[Llm], Mapping[str, str]]
     calls: Calls
-
-    @property
-    def program(self) -> Path:
-        return INSTALLED / "node_modules" / ".bin" / self.words.__name__
 
 
 def _call(name: str, **arguments: Any) -> Mapping[str, Any]:
@@ -130,3 +125,7 @@ HARNESSES: Mapping[str, Harness] = {
         ),
     )
 }
+
+
+if __name__ == "__main__":
+    print(*(one.package for one in HARNESSES.values()))
