@@ -136,6 +136,7 @@ class Play:
         self.graph.invoke(None, self.config | self._asked().config)
 
     def do_compacted(self) -> None:
+        self.run()  # else there is as little behind it as before
         last = self.graph.get_state(self.config).values["messages"][-1]
         short = HumanMessage(words(self.rng, "In short: "))
         self.graph.update_state(self.config, {"messages": [RemoveMessage(REMOVE_ALL_MESSAGES), short, last]})

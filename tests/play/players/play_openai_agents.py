@@ -164,7 +164,7 @@ class Play:
         """The second agent has other instructions and the same conversation; then the first one reads its words."""
         self.agent.model_settings.tool_choice = None
         self.call.direct(cues=["call:transfer_to_poet", "text"])
-        self.report.branches["compacted"] += 1
+        self.report.branches["edited_history"] += 1
         await self.run()
         self.report.branches["assistant_message"] += 1
         await self.run()

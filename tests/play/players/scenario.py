@@ -207,11 +207,12 @@ class Seen:
         return self._why_new(asked)
 
     def _why_new(self, asked: list[tuple[str, str]]) -> str:
-        later = asked[2:]
-        said = [text for role, text in later if role == "assistant"][-1:]
-        known = any(turn["asked"][-1] == one for turn in self._turns for one in later[-1:])
-        if known or any(turn["answer"] is not None and turn["answer"] in said for turn in self._turns):
-            return "compacted"
+        ends = [(turn, len(asked)) for turn in self._turns if asked[2:] and turn["asked"][-1] == asked[-1]]
+        said = [place for place in range(2, len(asked)) if asked[place][0] == "assistant"]
+        for place in said[-1:]:
+            ends += [(turn, place) for turn in self._turns if turn["answer"] == asked[place][1]]
+        if ends:
+            return "compacted" if any(before < len(turn["asked"]) for turn, before in ends) else "edited_history"
         return "edited_history" if any(turn["asked"][:2] == asked[:2] for turn in self._turns) else "sub_agent"
 
     def _goes_on(self, turn: Wire, asked: list[tuple[str, str]]) -> bool:
