@@ -241,7 +241,7 @@ def _read_record(path: Path) -> tuple[Mapping[str, Any], list[Result]]:
 
 def _read_lines(lines: Path) -> tuple[Mapping[str, Any], list[Result]]:
     """Conditions, and results that are whole: the last one may have been cut."""
-    first, *others = lines.read_text().splitlines() if lines.exists() else [""]
+    first, *others = (lines.read_text().splitlines() if lines.exists() else []) or [""]
     conditions, found = {}, []
     with contextlib.suppress(ValueError):
         conditions = json.loads(first)

@@ -313,6 +313,8 @@ def test_what_a_run_had_found_that_was_ended_from_outside_is_kept(
         (tmp_path / "passes.jsonl").write_text(f'{json.dumps({"code": "x"})}\n{found}\n{{"name": "b", "bec')
         assert played(part, place, tmp_path, given).kept == kept
         (tmp_path / "passes.json").unlink()
+    (tmp_path / "passes.jsonl").write_text("")
+    assert played(part, place, tmp_path, {"code": "x"}).kept == set()
 
 
 def test_what_cannot_begin_in_time_did_not_run(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
