@@ -35,6 +35,8 @@ class Answers:
     def __init__(self, codec: ChatCodec, tape: Tape) -> None:
         self._codec = codec
         self._tape = tape
+        self._words: dict[int, tuple[int, str]] = {}
+        """Of turns that were looked for in a new conversation: what they say, and of how many tokens."""
 
     def id_of(self, number: int) -> str:
         return turn_id(self._tape.attempt, number)
@@ -66,7 +68,12 @@ class Answers:
 
     def is_in(self, entry: TurnEntry, text: str) -> bool:
         """Whether ``text`` quotes what the turn said; of a few characters it might do so by chance."""
-        words = self._reading(entry, ()).text.strip()
+        if len(text) < MIN_QUOTED_CHARS:
+            return False
+        num_sampled, words = self._words.get(entry.number, (-1, ""))
+        if num_sampled != len(self._tape.turns[entry.number].sampled):
+            words = self._reading(entry, ()).text.strip()
+            self._words[entry.number] = len(self._tape.turns[entry.number].sampled), words
         return len(words) >= MIN_QUOTED_CHARS and words in text
 
     def read(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Answer:

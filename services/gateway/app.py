@@ -7,7 +7,8 @@ with a request is not known here.
 from __future__ import annotations
 
 import asyncio
-import math
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import Reader, Sent, without_index
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
+from services.gateway.keys import PAYING
 from services.gateway.receipts import Receipts
 from services.gateway.requests import RequestMiddleware, dialect_of, key_of
 from services.gateway.routing import Routing
@@ -44,6 +46,9 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": AnthropicMessages(),
 }
 _COUNTING = AnthropicMessages(counts=True)
+# Names of fields that stand in a header; a client may call a field anything.
+_TELLABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+MAX_TOLD = 64
 
 
 def build_app(
@@ -131,12 +136,12 @@ class _Routes:
         return json_reply(_model_of_anthropic(asked) if is_anthropics else _model_of_openai(asked), {})
 
     async def reward(self, request: Request) -> Response:
-        key = key_of(request.headers)
+        key = key_of(request.headers, PAYING)
         sent = await self._small(key, request)
         taken = Reader(EPISODE, is_strict=True).take(sent)
         reward, turn, token = taken.need("reward"), taken.get("turn"), taken.get("token")
         value = reward.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise reward.fault("must be a finite number")
         turn_id = "" if turn is None else turn.name()
         token_text = request.headers.get("idempotency-key", "") if token is None else token.name()
@@ -173,7 +178,7 @@ def _question(dialect: Dialect, headers: Mapping[str, str], body: JSON) -> Quest
     question = dialect.read(body, headers)
     try:
         said = tuple(of_messages(question.ask.messages))
-    except (ValueError, TypeError, KeyError):  # whoever places it says why
+    except (ValueError, TypeError, KeyError, RecursionError):  # whoever places it says why
         return question
     return replace(question, ask=replace(question.ask, said=said))
 
@@ -196,7 +201,8 @@ def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:
     """Tells what the client asked for and the job decides, or has passed over."""
     passed_over = dict.fromkeys(without_index(one.param) for one in question.unsupported)
     ignored = [*question.ignored, *passed_over, *(["model"] if question.model not in names else [])]
-    return {"x-gspo-ignored": ",".join(ignored)} if ignored else {}
+    told = list(dict.fromkeys(one if _TELLABLE.fullmatch(one) else "unknown" for one in ignored))
+    return {"x-gspo-ignored": ",".join([*told[:MAX_TOLD], *(["more"] if len(told) > MAX_TOLD else [])])} if told else {}
 
 
 def _models_of_openai(names: Sequence[str]) -> JSON:

@@ -199,7 +199,9 @@ class AgentAttempt:
     def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
         turns = sorted(self._episode.history.entries)
         cost = cost_of_length(self._order, self._tape.num_sampled)
-        ended = EndedEpisode(stop, cost, turns, self._episode.payer)
+        entries = self._episode.history.entries
+        untrained = {number: entries[number].parent for number in self._tape.untrained_turns}
+        ended = EndedEpisode(stop, cost, turns, self._episode.payer, untrained)
         outcome = Outcome(StopReason.NO_REWARD, metrics=self._metrics(), evidence=evidence)
         return AwaitsReward(stop, outcome, ended.encode(), self._driver.now() + deadline_s)
 

@@ -100,7 +100,7 @@ def _call(call: MessageCall) -> JSON:
     function: Mapping[str, JSON] = call.get("function") or call  # type: ignore[assignment]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # as it stands, then
+        with contextlib.suppress(ValueError, RecursionError):  # as it stands, then
             arguments = json.loads(arguments) if arguments else {}
     return [function.get("name"), arguments]
 

@@ -84,7 +84,7 @@ def first_call_end(
     An end that the policy samples itself is its own."""
     ids = [*said, *sampled]
     calls = codec.parse(ids, tools).calls
-    if not calls or calls[0].status is not CallStatus.OK:
+    if not calls or not calls[0].is_final or calls[0].status is not CallStatus.OK:
         return None
     more = [one for one in ids[calls[0].end :] if one not in codec.stop_ids]
     return max(calls[0].end - len(said), 0) if codec.tokenizer.decode(more).strip() else None

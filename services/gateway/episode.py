@@ -9,8 +9,9 @@ is worth.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -22,12 +23,12 @@ from services.gateway.answers import Answers
 from services.gateway.budget import Budget
 from services.gateway.canonical import of_key
 from services.gateway.endings import first_call_end, head, stop_text_end
-from services.gateway.history import History, Place, Rewritten, TurnEntry
+from services.gateway.history import MAX_REPEAT_KEYS, History, Place, Rewritten, TurnEntry
 from services.gateway.keys import Attempt
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
-from services.gateway.plan import Beginning, Encoded, Plan
+from services.gateway.plan import Beginning, Encoded, Plan, is_long
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
@@ -76,6 +77,8 @@ class AgentEpisode:
         self._plan = Plan(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
+        self._deciding: dict[str, tuple[asyncio.Lock, int]] = {}
+        """By the digest of long requests under way, with their number."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
@@ -131,11 +134,28 @@ class AgentEpisode:
         ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
-        encoded = await self._plan.encoded(ask)
-        if encoded is not None:
-            self._check_alive()
-        turn = self._again(ask) or self._begin(ask, encoded)
+        if not is_long(ask):
+            turn = self._again(ask) or self._begin(ask, None)
+        else:
+            async with self._in_turn(ask.digest):
+                encoded = await self._plan.encoded(ask)
+                self._check_alive()
+                turn = self._again(ask) or self._begin(ask, encoded)
         return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, digest: str) -> AsyncIterator[None]:
+        """Equal requests that take their time are decided upon in the order in which they came: else a retry would be a
+        turn, and so would what it repeats."""
+        lock, num_waiting = self._deciding.get(digest) or (asyncio.Lock(), 0)
+        self._deciding[digest] = lock, num_waiting + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, num_waiting = self._deciding.pop(digest)
+            if num_waiting > 1:
+                self._deciding[digest] = lock, num_waiting - 1
 
     def knows(self, ask: Ask) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
@@ -166,7 +186,7 @@ class AgentEpisode:
                 self._setting.counters.add("rewards/refused")
                 raise
             number = self._answers.number_of(turn) if turn else None
-            if turn and number not in self.history.entries:
+            if turn and not (number in self.history.entries and self._tape.turns[number].sampled):
                 raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
             self._check_room(len(token.encode()) + _REWARD_BYTES)
             try:
@@ -215,7 +235,9 @@ class AgentEpisode:
         if entry is None:
             return None
         self._parts.touch(entry.number)
-        self.history.name(entry, ask.repeat_key)
+        if not self.history.name(entry, ask.repeat_key):
+            message = f"this request was sent with {MAX_REPEAT_KEYS} idempotency keys: send one of them again"
+            raise Refusal(RefusalKind.INVALID, message, param="Idempotency-Key")
         self._setting.counters.add("turns/repeated")
         entry.num_repeats += 1
         turn = self._live.get(entry.number)
@@ -288,6 +310,7 @@ class AgentEpisode:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
         if self._budget.ending(turn) is None:
+            entry.answer, entry.num_told = b"", -1  # whoever read it meanwhile read a part of it
             task = asyncio.create_task(self._sample_or_fail(turn), name=f"{self._order.key} {turn.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -346,9 +369,8 @@ class AgentEpisode:
         if ended is None:
             return sampled
         turn.entry.finish, turn.entry.stop_text = "stop", ended[1]
-        self._parts.touch(
-            turn.entry.number, is_due=True
-        )  # the tokens alone do not say which request's stop text ended them
+        # The tokens alone do not say which request's stop text ended them.
+        self._parts.touch(turn.entry.number, is_due=True)
         return head(sampled, ended[0] - len(taped.sampled))
 
     def _answer(self, turn: LiveTurn) -> None:
@@ -392,6 +414,11 @@ class AgentEpisode:
 
     async def _store(self, part: Part | None, segments: Sequence[Segment] = (), note: str = "") -> None:
         tape, kept = self._tape, None
+        if part is not None and part.is_empty:
+            part = None
+            self._parts.settle(self.history.entries)
+        if part is None and not segments:
+            return
         if part is not None:
             kept = Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, part.data), is_part=True)
         await self._setting.outbox.append(segments, note, kept=kept)

@@ -33,6 +33,9 @@ _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.
 _NOTHING = of_answer("", ())
 
+# Of one turn: each is kept, and looked for in each request.
+MAX_REPEAT_KEYS = 64
+
 
 class Rewritten(StrEnum):
     """Why a request cannot go on at the end of a branch; besides the reasons of the chat codec."""
@@ -173,11 +176,14 @@ class History:
     def named(self, repeat_key: str) -> TurnEntry | None:
         return self._by_repeat_key.get(repeat_key)
 
-    def name(self, entry: TurnEntry, repeat_key: str) -> None:
-        """The same turn was asked for with one more key."""
+    def name(self, entry: TurnEntry, repeat_key: str) -> bool:
+        """The same turn was asked for with one more key. False where it has too many."""
         if repeat_key and repeat_key not in self._by_repeat_key:
+            if len(entry.repeat_keys) >= MAX_REPEAT_KEYS:
+                return False
             entry.repeat_keys.append(repeat_key)
             self._by_repeat_key[repeat_key] = entry
+        return True
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> Place:
         """``digests``: of the messages, where they are known. Raises ``ValueError`` for messages that cannot be
@@ -209,7 +215,7 @@ class History:
 
     def had(self, paid: Collection[int] = ()) -> set[int]:
         """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
-        had = set(paid)
+        had = {number for number in paid if number in self.entries}
         for number in sorted(self.entries, reverse=True):
             entry = self.entries[number]
             if number in had or entry.delivered:
@@ -240,10 +246,12 @@ class History:
             if entries:
                 is_answer = messages[number]["role"] == "assistant"
                 answer = said[number] if is_answer else _NOTHING
-                equal = [entry for entry in entries if self._answer_of(entry, tools) == answer]
+                answers = [(entry, self._answer_of(entry, tools)) for entry in entries]
+                equal = [entry for entry, found in answers if found == answer]
+                whole = [entry for entry, found in answers if found]
                 if equal:
                     yield Node(number + is_answer, self._freshest(equal))
-                elif is_answer and (extended := self._extended(entries, messages[number])) is not None:
+                elif is_answer and (extended := self._extended(whole, messages[number])) is not None:
                     yield Node(number + 1, *extended)
 
     def _extended(self, entries: Sequence[TurnEntry], message: Message) -> tuple[TurnEntry, str] | None:
@@ -251,7 +259,7 @@ class History:
         words = {
             entry.number: found
             for entry in entries
-            if entry.answer and entry.num_told >= 0
+            if entry.num_told >= 0
             if (found := words_behind(message, entry.answer, entry.num_told, entry.stop_text)) is not None
         }
         if not words:

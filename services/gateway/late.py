@@ -7,7 +7,7 @@ were paid. It gives no episode a second chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from uuid import uuid4
@@ -41,6 +41,8 @@ class EndedEpisode(msgspec.Struct, frozen=True):
     turns: list[int]
     """Those that can be paid."""
     payer: Payer = ANYBODY
+    untrained: dict[int, int | None] = {}
+    """Turns that the agent did not have, or went on beside, and what each goes on from: whoever pays one had it."""
     schema: int = SCHEMA
 
     def encode(self) -> bytes:
@@ -64,8 +66,20 @@ class EndedEpisode(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
         awaiting = last.outcome or Outcome(StopReason.NO_REWARD)
-        outcome = Outcome(self.stop, reward, parts, awaiting.metrics, awaiting.evidence)
-        return replace(last, outcome=outcome, turn_rewards=in_order(by_turn))
+        untrained = tuple(turn for turn in last.untrained_turns if turn not in self._had_by(by_turn))
+        metrics = {**awaiting.metrics, "untrained_turns": float(len(untrained))} if by_turn else awaiting.metrics
+        outcome = Outcome(self.stop, reward, parts, metrics, awaiting.evidence)
+        return replace(last, outcome=outcome, turn_rewards=in_order(by_turn), untrained_turns=untrained)
+
+    def _had_by(self, paid: Iterable[int]) -> set[int]:
+        """Of the untrained turns: those that were paid, and what they go on from."""
+        had = set[int]()
+        for turn in paid:
+            at: int | None = turn
+            while at in self.untrained and at not in had:
+                had.add(at)
+                at = self.untrained[at]
+        return had
 
 
 class LateRewards:

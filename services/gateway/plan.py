@@ -74,7 +74,7 @@ class Plan:
 
     async def encoded(self, ask: Ask) -> Encoded | None:
         """None for a request that is short, or repeats another. Raises ``Refusal``."""
-        if sum(len(text) for message in ask.messages if isinstance(text := message.get("content"), str)) <= LONG_CHARS:
+        if not is_long(ask):
             return None
         place = self.place(ask)
         if place.again is not None:
@@ -194,6 +194,10 @@ class Plan:
             known = tools_digest, len(taped.sampled), self._codec.message(taped.said, ask.tools)
             self._messages[turn] = known
         return known[2]
+
+
+def is_long(ask: Ask) -> bool:
+    return sum(len(text) for message in ask.messages if isinstance(text := message.get("content"), str)) > LONG_CHARS
 
 
 def _unreadable(error: Exception) -> Refusal:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import msgspec
+
 from gspo_core.chat import ChatCodec
+from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ParsedTurn, ToolCall, ToolSchema
 from services.gateway.endings import DAMAGED
 
@@ -57,7 +60,16 @@ def _before(codec: ChatCodec, sampled: Sequence[int], parsed: ParsedTurn) -> str
 
 def _is_readable(call: ToolCall) -> bool:
     """What was never offered is no call that an agent could answer: many an agent's program ends at it."""
-    return call.status is CallStatus.OK and isinstance(call.arguments, dict)
+    return call.status is CallStatus.OK and isinstance(call.arguments, dict) and _can_be_sent(call.arguments)
+
+
+def _can_be_sent(arguments: JSON) -> bool:
+    """Half of a character cannot, which JSON can spell."""
+    try:
+        msgspec.json.encode(arguments)
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema], *, gives_calls: bool = True) -> Reading:

@@ -32,15 +32,16 @@ KEY_PREFIX = "ep_"
 _LEAVING = Refusal(RefusalKind.AWAY, "this gateway is about to leave; ask again, and another one answers")
 
 
-def key_of(headers: Mapping[str, str]) -> str:
-    """The key of the episode, where clients of any dialect put it. Raises ``Refusal``."""
+def key_of(headers: Mapping[str, str], prefix: str = KEY_PREFIX) -> str:
+    """The key of the episode, where clients of any dialect put it; of several, one with the ``prefix``. Raises
+    ``Refusal``."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = [bearer.strip()] if scheme.lower() == "bearer" else []
     sent = [key for key in (*sent, headers.get("x-api-key", "").strip()) if key]
     if not sent:
         message = "no key: send that of the episode as Authorization: Bearer KEY, or as x-api-key"
         raise Refusal(RefusalKind.UNKNOWN_KEY, message)
-    return next((key for key in sent if key.startswith(KEY_PREFIX)), sent[0])
+    return next((key for begin in (prefix, KEY_PREFIX) for key in sent if key.startswith(begin)), sent[0])
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:

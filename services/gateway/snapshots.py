@@ -60,6 +60,8 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     kind: str = KIND
     schema: int = SCHEMA
     num_rewards: int = 0
+    num_kept: int = 0
+    """Of all parts together: the bytes that they have in Redis."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -83,7 +85,11 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
                 return None
             turns |= {entry.number: entry for entry in last.turns}
             rewards[last.num_rewards :] = last.rewards
-        return None if last is None else cls([*turns.values()], rewards, last.stopped, last.finished)
+        return (
+            None
+            if last is None
+            else cls([*turns.values()], rewards, last.stopped, last.finished, num_kept=sum(map(len, parts)))
+        )
 
     def covers(self, record: Sequence[Segment]) -> bool:
         """Whether it names every turn that the segments hold tokens of."""

@@ -23,6 +23,9 @@ class Part:
     """As they are in it."""
     num_rewards: int
     """With it: of the episode."""
+    is_empty: bool
+    """It says nothing that is not stored."""
+    state: tuple[str, bool]
 
 
 class TreeParts:
@@ -34,12 +37,15 @@ class TreeParts:
         self._num_rewards = 0
         self._touched: dict[int, None] = {}
         self._due = set[int]()
+        self._state = "", False
+        """The limit that was met, and whether the agent is done, as they are stored."""
 
     def restore(self, tree: TreeSnapshot, numbers: Collection[int]) -> None:
         """This is what is stored. Turns of other ``numbers`` are nothing any more: a new one may have their number."""
         self._stored = {entry.number: _encoded(entry) for entry in tree.turns if entry.number in numbers}
         self._num_rewards = len(tree.rewards)
-        self.num_bytes = len(tree.encode())
+        self.num_bytes = max(tree.num_kept, len(tree.encode()))
+        self._state = tree.stopped, tree.finished
 
     def touch(self, number: int, *, is_due: bool = False) -> None:
         """This turn may have changed, or be new. ``is_due``: its next tokens need what has changed."""
@@ -67,10 +73,13 @@ class TreeParts:
         since = self._num_rewards
         turns = [entries[number] for number, data in encoded.items() if self._stored.get(number) != data]
         tree = TreeSnapshot(turns, list(rewards[since:]), stopped or "", finished, num_rewards=since)
-        return Part(tree.encode(), encoded, len(rewards))
+        state = tree.stopped, finished
+        is_empty = not turns and not tree.rewards and state == self._state
+        return Part(tree.encode(), encoded, len(rewards), is_empty, state)
 
     def stored(self, part: Part) -> None:
         self.num_bytes += len(part.data)
+        self._state = part.state
         self._stored |= part.turns
         self._num_rewards = max(self._num_rewards, part.num_rewards)
 
@@ -82,4 +91,5 @@ class TreeParts:
 
 
 def _encoded(entry: TurnEntry) -> bytes:
-    return msgspec.msgpack.encode(entry)
+    """How often it was given again is told with its next change: a retry alone writes nothing."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(entry, num_repeats=0))

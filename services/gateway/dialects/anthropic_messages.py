@@ -246,8 +246,10 @@ def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
     for one in sent.items():
         if (kind := one.object().get("type")) in (None, "custom"):
             yield one, _tool(reader, one)
-        else:
+        elif isinstance(kind, str):
             reader.ignore(f"tools.{kind}")
+        else:
+            raise one.fault("must have a text as its type")
 
 
 def _tool(reader: Reader, sent: Sent) -> ToolSchema:

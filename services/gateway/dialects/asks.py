@@ -50,7 +50,7 @@ def make_ask(
         stop=tuple(stop),
         digest=hashlib.sha256(canonical).hexdigest(),
         repeat_key=_repeat_key(headers),
-        is_retry=count.isdecimal() and int(count) > 0,
+        is_retry=count.isdecimal() and bool(count.strip("0")),
         seed=seeds[0] if seeds else None,
         single_call=single_call,
     )

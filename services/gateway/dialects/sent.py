@@ -16,6 +16,8 @@ from gspo_core.json_value import JSON
 from services.gateway.turns import Refusal, RefusalKind
 
 _INDEX = re.compile(r"\[\d+\]")
+# Of one request: beyond it, a client means something else than this dialect.
+MAX_PASSED_OVER = 64
 CONVERSATION = ("messages[", "input[", "system[")
 
 
@@ -155,7 +157,8 @@ class Reader:
 
     def _refuse(self, refusal: Refusal, *, is_vital: bool = False) -> None:
         """What belongs to the conversation is never passed over: the policy would answer another one."""
-        if is_vital or self._is_strict or refusal.param.startswith(CONVERSATION):
+        is_flood = len(self._unsupported) >= MAX_PASSED_OVER
+        if is_vital or is_flood or self._is_strict or refusal.param.startswith(CONVERSATION):
             raise refusal
         self._unsupported.append(refusal)
 

@@ -198,6 +198,9 @@ end)
 -- later. Who comes for the first time says 0 and is the next generation: its predecessor's lease is over, and so is that
 -- one's entry in the list. Who comes again says its own, which no wiped server takes from it.
 local function take_place(K, place, worker, token, generation)
+  if redis.call("HGET", K.placed, worker) ~= place then
+    leave_place(K, worker) -- the same name, started again elsewhere
+  end
   local held = read_packed(K.places, place)
   if held and held.token == token then
     return held.generation

@@ -408,6 +408,31 @@ async def test_what_a_job_has_passed_over_is_handed_on_and_named():
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, "more")
 
 
+@pytest.mark.parametrize("name", ["web\nx", "日本", "a\r\nset-cookie: x", "x" * 100_000])
+async def test_what_a_client_calls_a_field_never_stands_in_a_header_as_it_came(name: str):
+    speaker, turns = SPEAKERS["chat"], FakeTurns([Scripted("yes")], says_unsupported=True)
+    async with serving(turns) as gateway:
+        answer = await gateway.http.post(speaker.path, json=body_of(speaker, **{name: 1}), headers=speaker.headers)
+    assert (answer.status_code, answer.headers["x-gspo-ignored"]) == (200, "unknown")
+    assert "set-cookie" not in answer.headers
+
+
+async def test_many_fields_are_not_all_named():
+    speaker, turns = SPEAKERS["chat"], FakeTurns([Scripted("yes")], says_unsupported=True)
+    fields = {f"f{number}": 1 for number in range(64)}
+    async with serving(turns) as gateway:
+        body = body_of(speaker, **fields, temperature=1)
+        answer = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+    assert answer.headers["x-gspo-ignored"].split(",")[-1] == "more"
+
+
+async def test_a_reward_of_four_hundred_digits_is_no_number():
+    async with serving(FakeTurns()) as gateway:
+        body = b'{"reward": 1' + b"0" * 400 + b"}"
+        answer = await gateway.http.post("/v1/episode/reward", content=body, headers=BEARER)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reward")
+
+
 async def test_rewards_and_the_end_are_handed_on():
     turns = FakeTurns()
     async with serving(turns) as gateway:

@@ -18,7 +18,7 @@ from services.episodes.retry import Backoff, Retrier
 from services.gateway import late
 from services.gateway.door import Door
 from services.gateway.keys import KEPT_S, Keys
-from services.gateway.late import LateRewards
+from services.gateway.late import EndedEpisode, LateRewards
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
@@ -285,3 +285,27 @@ async def test_a_reward_counts_once_after_everything_was_killed(
             assert len(await played.table.bus.ready_groups(JOB)) == 1
     finally:
         server.close()
+
+
+async def one_of_two(llm: Client) -> None:
+    await llm.say(HI)
+    second = await llm.say(HI)
+    await llm.say(HI, said(second), user("how are you?"))
+
+
+async def test_a_turn_that_was_had_is_trained_also_where_its_reward_is_late(table: Table, codec: HermesCodec) -> None:
+    """Nobody went on from it, so it was not to be; then somebody paid it."""
+    now = Hours()
+    played = await play(table, codec, now, one_of_two)
+    door = gateway(table.bus, now)
+    await door.reward(played.key, 0.5, turn="turn-0-0", token="a")
+    await door.reward(played.key, 1.0, token="b")
+    last = (await played.record())[-1]
+    assert last.outcome is not None
+    assert (last.untrained_turns, last.outcome.reward, last.outcome.metrics["untrained_turns"]) == ((), 1.5, 0)
+
+
+def test_who_is_paid_late_had_all_that_it_goes_on_from() -> None:
+    ended = EndedEpisode(StopReason.COMPLETED, 0.0, [0, 1, 2, 3], untrained={1: 0, 2: 1, 3: None})
+    assert (ended._had_by([2]), ended._had_by([0, 3]), ended._had_by([])) == ({1, 2}, {3}, set())
+    assert EndedEpisode.decode(ended.encode()).untrained == ended.untrained

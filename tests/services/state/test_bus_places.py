@@ -148,3 +148,10 @@ async def test_workers_of_an_earlier_release_join_as_ever(bus: Bus, claim: Claim
     assert await redis_client.fcall("gspo_beat", len(keys), *keys, "w-1", "theirs") == 1
     assert await redis_client.fcall("gspo_end_lease", len(keys), *keys, "w-1", "theirs", "") == 1
     assert await bus.reap(claim.job_id) == NUM_EPISODES
+
+
+async def test_a_name_that_starts_elsewhere_leaves_no_place_behind(bus: Bus, redis_client: Redis) -> None:
+    for number in range(5):
+        assert (await bus.join_in_place("w-1", f"{PLACE}/{number}")).generation == 1
+    assert await redis_client.hlen(service_key("places")) == 1
+    assert await redis_client.hlen(service_key("placed")) == 1
