@@ -16,7 +16,7 @@ from gspo_core.json_value import JSON
 from services.gateway.turns import Refusal, RefusalKind
 
 _INDEX = re.compile(r"\[\d+\]")
-CONVERSATION = ("messages[", "input[", "system[")
+CONVERSATION = ("messages[", "input[", "system[", "contents[", "systemInstruction.")
 
 
 def without_index(place: str) -> str:
