@@ -47,6 +47,11 @@ class Llm:
         """Clients of this dialect add the version themselves."""
         return self.base_url.removesuffix("/v1")
 
+    @property
+    def gemini_base_url(self) -> str:
+        """Clients of this dialect add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
 
 class AgentFailed(Exception):
     """The agent ended otherwise than it should."""
@@ -156,6 +161,8 @@ def variables_for(task: Mapping[str, JSON], llm: Llm) -> dict[str, str]:
         "OPENAI_API_KEY": llm.api_key,
         "ANTHROPIC_BASE_URL": llm.anthropic_base_url,
         "ANTHROPIC_API_KEY": llm.api_key,
+        "GOOGLE_GEMINI_BASE_URL": llm.gemini_base_url,
+        "GEMINI_API_KEY": llm.api_key,
     }
 
 

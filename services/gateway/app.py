@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +28,8 @@ from services.gateway.dialects.asks import VOLATILE
 from services.gateway.dialects.dialect import Dialect, Question
 from services.gateway.dialects.faults import final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
+from services.gateway.dialects.gemini import Gemini
+from services.gateway.dialects.gemini_paths import COUNT, PREFIX, PREFIXES, STREAM, VERBS, joined, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import Reader, Sent, without_index
@@ -34,7 +37,7 @@ from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.keys import PAYING
 from services.gateway.receipts import Receipts
-from services.gateway.requests import RequestMiddleware, dialect_of, key_of
+from services.gateway.requests import RequestMiddleware, dialect_of, is_gemini, key_of
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace, Reply, fault_reply, json_reply
@@ -44,11 +47,14 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OpenAIChat(),
     "/v1/responses": OpenAIResponses(),
     "/v1/messages": AnthropicMessages(),
+    PREFIX: Gemini(),
 }
+"""By their path; Gemini's go on with the model, and with what is asked of it."""
 _COUNTING = AnthropicMessages(counts=True)
 # Names of fields that stand in a header; a client may call a field anything.
 _TELLABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 MAX_TOLD = 64
+_GEMINI_COUNTING = Gemini(counts=True)
 
 
 def build_app(
@@ -64,14 +70,15 @@ def build_app(
     """``stopping`` is set when the process is asked to leave: who waits for an answer is then sent elsewhere.
     ``forwarding`` passes on what another gateway is to answer."""
     routes = _Routes(turns, is_ready, stopping, pace or Pace(), bodies or Bodies())
-    posts = dict.fromkeys(DIALECTS, routes.turn) | {
+    posts = dict.fromkeys((path for path in DIALECTS if path != PREFIX), routes.turn) | {
         "/v1/messages/count_tokens": routes.count_tokens,
         "/v1/episode/reward": routes.reward,
         "/v1/episode/finish": routes.finish,
         RECEIPT_PATH: routes.receipt,
     }
-    gets = {"/v1/models": routes.models, "/healthz": routes.healthz, "/readyz": routes.readyz}
-    app: ASGIApp = Routing(posts, gets, {"/v1/models/": routes.model})
+    gets = {**dict.fromkeys(PREFIXES, routes.models), "/healthz": routes.healthz, "/readyz": routes.readyz}
+    below = [f"{prefix}/" for prefix in PREFIXES]
+    app: ASGIApp = Routing(posts, gets, dict.fromkeys(below, routes.gemini), dict.fromkeys(below, routes.model))
     if forwarding is not None:
         kind, given, named = forwarding
         app = kind(app, *given, **named)
@@ -91,14 +98,28 @@ class _Routes:
         self._receipts = Receipts()
 
     async def turn(self, request: Request) -> Reply:
-        dialect, key = DIALECTS[request.url.path], key_of(request.headers)
+        return await self._turn(request, request.url.path, {})
+
+    async def gemini(self, request: Request) -> ASGIApp:
+        path = path_of(request.url.path)
+        if path is None:
+            raise HTTPException(404)
+        if path.verb == COUNT:
+            return await self._count(request, _GEMINI_COUNTING, "totalTokens", path.fields())
+        if path.verb == STREAM and request.query_params.get("alt") != "sse":
+            raise Sent(None, "alt").fault("must be sse: a stream is events here, and no list")
+        return await self._turn(request, PREFIX, path.fields())
+
+    async def _turn(self, request: Request, place: str, fields: Mapping[str, JSON]) -> Reply:
+        """``fields``: what the path says of it."""
+        dialect, key = DIALECTS[place], key_of(request.headers)
         # Before the body is read: without a key that opens something, nothing is.
         names = await self._turns.model_names(key)
         with self._bodies.of(key) as body:
-            question = await body.read(request, partial(_question, dialect, request.headers))
+            question = await body.read(request, partial(_question, dialect, request.headers, fields))
             ask = replace(
                 question.ask,
-                dialect=_name_of(request.url.path),
+                dialect=_name_of(place),
                 model=question.model,
                 user=user_of(question.body),
                 dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
@@ -114,24 +135,34 @@ class _Routes:
         return Reply(dialect, question, model, answering, headers, self._leaving, self._pace)
 
     async def count_tokens(self, request: Request) -> Response:
+        return await self._count(request, _COUNTING, "input_tokens", {})
+
+    async def _count(self, request: Request, dialect: Dialect, name: str, fields: Mapping[str, JSON]) -> Response:
+        """``name``: of the number in the answer."""
         key = key_of(request.headers)
         names = await self._turns.model_names(key)
         with self._bodies.of(key) as body:
-            question = await body.read(request, partial(_question, _COUNTING, request.headers))
+            question = await body.read(request, partial(_question, dialect, request.headers, fields))
             count = await self._turns.count_tokens(key, replace(question.ask, unsupported=question.unsupported))
-        return json_reply({"input_tokens": count}, _ignored(question, names))
+        return json_reply({name: count}, _ignored(question, names))
 
     async def models(self, request: Request) -> Response:
         names = await self._turns.model_names(key_of(request.headers))
+        if is_gemini(request.url.path, request.headers):
+            return json_reply({"models": [_model_of_gemini(name) for name in names]}, {})
         in_anthropics_shape = "anthropic-version" in request.headers
         return json_reply(_models_of_anthropic(names) if in_anthropics_shape else _models_of_openai(names), {})
 
     async def model(self, request: Request) -> Response:
+        if path_of(request.url.path) is not None:
+            raise HTTPException(405)
         names = await self._turns.model_names(key_of(request.headers))
-        asked = request.url.path.removeprefix("/v1/models/")
+        asked = next(request.url.path.removeprefix(f"{one}/") for one in PREFIXES if request.url.path.startswith(one))
         if asked not in names:
             fault = final(404, "model_not_found", f"there is no model {asked[:200]!r} here, only {', '.join(names)}")
             return fault_reply(dialect_of(request.url.path, request.headers), fault, {})
+        if is_gemini(request.url.path, request.headers):
+            return json_reply(_model_of_gemini(asked), {})
         is_anthropics = "anthropic-version" in request.headers
         return json_reply(_model_of_anthropic(asked) if is_anthropics else _model_of_openai(asked), {})
 
@@ -173,9 +204,9 @@ class _Routes:
         return json_reply({"status": "ok" if is_ready else "not ready"}, {}, 200 if is_ready else 503)
 
 
-def _question(dialect: Dialect, headers: Mapping[str, str], body: JSON) -> Question:
+def _question(dialect: Dialect, headers: Mapping[str, str], fields: Mapping[str, JSON], body: JSON) -> Question:
     """With all that takes long where it is large. Raises ``Refusal``."""
-    question = dialect.read(body, headers)
+    question = dialect.read(joined(body, fields), headers)
     try:
         said = tuple(of_messages(question.ask.messages))
     except (ValueError, TypeError, KeyError, RecursionError):  # whoever places it says why
@@ -194,7 +225,7 @@ def user_of(body: Mapping[str, JSON]) -> str:
 
 def _name_of(path: str) -> str:
     """Of the dialect."""
-    return path.removeprefix("/v1/").replace("/", "_")
+    return "gemini" if path == PREFIX else path.removeprefix("/v1/").replace("/", "_")
 
 
 def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:
@@ -215,6 +246,15 @@ def _model_of_openai(name: str) -> JSON:
 
 def _model_of_anthropic(name: str) -> JSON:
     return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _model_of_gemini(name: str) -> JSON:
+    return {
+        "name": f"models/{name}",
+        "version": "1",
+        "displayName": name,
+        "supportedGenerationMethods": [*VERBS],
+    }
 
 
 def _models_of_anthropic(names: Sequence[str]) -> JSON:

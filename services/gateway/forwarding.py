@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.types import EpisodeKey
 from services.gateway.dialects.faults import fault_of
-from services.gateway.requests import dialect_of, key_of
+from services.gateway.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.streams import fault_reply
 from services.gateway.turns import Refusal, RefusalKind
 from services.process.cancelling import cancel_all
@@ -80,7 +80,7 @@ class ForwardingMiddleware:
         self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_asked = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        is_asked = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/v1beta/"))
         until = self._clock() + SEARCH_S
         try:
             found = await self._elsewhere(scope, until) if is_asked else None
@@ -224,7 +224,7 @@ class _Passing:
     async def _tell(self, *, is_delivered: bool) -> None:
         """The gateway that gave the answer, whether the client has it."""
         turn, self._turn = self._turn, ""
-        named = {"authorization", "x-api-key", FORWARDED_BY}
+        named = {"authorization", *KEY_HEADERS, FORWARDED_BY}
         headers = [(name, value) for name, value in self._headers if name in named]
         body = {"turn": turn, "delivered": is_delivered}
         try:

@@ -20,6 +20,8 @@ from services.gateway.bodies import BodyTooLarge
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import Dialect
 from services.gateway.dialects.faults import Fault, fault_of, final
+from services.gateway.dialects.gemini import Gemini
+from services.gateway.dialects.gemini_paths import PREFIX, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.seats import Seats
 from services.gateway.streams import fault_reply
@@ -28,7 +30,10 @@ from services.process.telemetry import get_logger
 
 # Keys of episodes begin with it, so that one is found beside a key of another service.
 KEY_PREFIX = "ep_"
+# Beside ``authorization``.
+KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
+_FOREIGN = "(none of ours)"
 _LEAVING = Refusal(RefusalKind.AWAY, "this gateway is about to leave; ask again, and another one answers")
 
 
@@ -37,18 +42,34 @@ def key_of(headers: Mapping[str, str], prefix: str = KEY_PREFIX) -> str:
     ``Refusal``."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-    sent = [key for key in (*sent, headers.get("x-api-key", "").strip()) if key]
+    sent = [key for key in (*sent, *(headers.get(name, "").strip() for name in KEY_HEADERS)) if key]
     if not sent:
-        message = "no key: send that of the episode as Authorization: Bearer KEY, or as x-api-key"
+        message = "no key: send that of the episode as Authorization: Bearer KEY, as x-api-key or as x-goog-api-key"
         raise Refusal(RefusalKind.UNKNOWN_KEY, message)
     return next((key for begin in (prefix, KEY_PREFIX) for key in sent if key.startswith(begin)), sent[0])
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
     """In whose shape an error is told where no dialect has read the request: that of the path, where it has one."""
+    if is_gemini(path, headers):
+        return Gemini()
     is_openai = path.startswith(("/v1/chat/", "/v1/responses"))
     is_anthropic = path.startswith("/v1/messages") or ("anthropic-version" in headers and not is_openai)
     return AnthropicMessages() if is_anthropic else OpenAIChat()
+
+
+def is_gemini(path: str, headers: Mapping[str, str]) -> bool:
+    """Whose models are listed where OpenAI's are, to clients that send their key as Google's do."""
+    is_shared = path == "/v1/models" or path.startswith("/v1/models/")
+    is_own = path == PREFIX or path.startswith("/v1beta/") or path_of(path) is not None
+    return is_own or (is_shared and "x-goog-api-key" in headers)
+
+
+def refuse_key_in_url(path: str, headers: Mapping[str, str], query: Mapping[str, str]) -> None:
+    """Google's API takes it there too. Raises ``Refusal``."""
+    if "key" in query and is_gemini(path, headers):
+        message = "a key must not stand in the URL, which proxies write down: send it in the header x-goog-api-key"
+        raise Refusal(RefusalKind.UNKNOWN_KEY, message)
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -115,11 +136,12 @@ class RequestMiddleware:
             log("request", request_id=request_id, method=method, path=path, status=status, duration_ms=duration_ms)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST" or scope["path"] not in self._paths:
-            await self._app(scope, receive, send)
-            return
         request = Request(scope)
         try:
+            refuse_key_in_url(scope["path"], request.headers, request.query_params)
+            if scope["method"] != "POST" or self._path(scope) == _FOREIGN:
+                await self._app(scope, receive, send)
+                return
             with self._seats.taken(key_of(request.headers)):
                 await self._app(scope, receive, send)
         except Refusal as refusal:
@@ -130,4 +152,5 @@ class RequestMiddleware:
         await fault_reply(dialect, fault, {})(scope, receive, send)
 
     def _path(self, scope: Scope) -> str:
-        return scope["path"] if scope["path"] in self._paths else "(none of ours)"
+        path = path_of(scope["path"])
+        return scope["path"] if scope["path"] in self._paths else _FOREIGN if path is None else path.known

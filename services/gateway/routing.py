@@ -22,11 +22,15 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 class Routing:
     def __init__(
-        self, posts: Mapping[str, Endpoint], gets: Mapping[str, Endpoint], below: Mapping[str, Endpoint]
+        self,
+        posts: Mapping[str, Endpoint],
+        gets: Mapping[str, Endpoint],
+        posts_below: Mapping[str, Endpoint],
+        gets_below: Mapping[str, Endpoint],
     ) -> None:
-        """``below``: GETs of all paths that begin so."""
+        """``..._below``: all paths that begin so; their endpoints know which of these there are."""
         self._by_method = {"POST": posts, "GET": gets, "HEAD": gets}
-        self._below = below
+        self._below = {"POST": posts_below, "GET": gets_below, "HEAD": gets_below}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -40,8 +44,9 @@ class Routing:
     def _endpoint(self, method: str, path: str) -> Endpoint:
         """Raises ``HTTPException``."""
         endpoint = self._by_method.get(method, {}).get(path)
-        if endpoint is None and method in ("GET", "HEAD"):
-            endpoint = next((one for begin, one in self._below.items() if path.startswith(begin)), None)
+        if endpoint is None:
+            below = self._below.get(method, {})
+            endpoint = next((one for begin, one in below.items() if path.startswith(begin)), None)
         if endpoint is None:
             is_known = any(path in endpoints for endpoints in self._by_method.values())
             raise HTTPException(405 if is_known else 404)

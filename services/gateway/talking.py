@@ -111,8 +111,8 @@ class Talking:
         self._now = now
         self._model_names = tuple(model_names)
         self._redact = redact
-        self._conversations: OrderedDict[int, tuple[str, AgentEpisode]] = OrderedDict()
-        """By trace, each with its key; the one that was silent longest first."""
+        self._conversations: OrderedDict[int, tuple[tuple[str, str], AgentEpisode]] = OrderedDict()
+        """By trace, each with its key and its user; the one that was silent longest first."""
 
     async def ask(self, key: str, ask: Ask) -> Delivery:
         if ask.unsupported:
@@ -162,15 +162,17 @@ class Talking:
         return presented, found
 
     def _continued(self, key: str, ask: Ask) -> AgentEpisode | None:
-        for trace, (owner, conversation) in reversed(self._conversations.items()):
-            if owner == key and len(conversation.history.entries) < MAX_TURNS and conversation.knows(ask):
+        """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
+        for trace, ((owner, user), conversation) in reversed(self._conversations.items()):
+            is_theirs = owner == key and ask.user in ("", user)
+            if is_theirs and len(conversation.history.entries) < MAX_TURNS and conversation.knows(ask):
                 self._conversations.move_to_end(trace)
                 return conversation
         return None
 
     def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
         conversation = self._conversation(presented, job, user)
-        self._conversations[conversation.key.group] = presented.id, conversation
+        self._conversations[conversation.key.group] = (presented.id, user), conversation
         if len(self._conversations) > MAX_CONVERSATIONS:
             _, (_, oldest) = self._conversations.popitem(last=False)
             asyncio.get_running_loop().create_task(oldest.abandon())

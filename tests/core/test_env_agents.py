@@ -311,9 +311,11 @@ def command(text: str) -> AgentStart:
 async def test_a_program_is_told_all_in_variables_and_judged_by_what_it_left(agents: str) -> None:
     told = """
 import json, os
-names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
+names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+    "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY")
 assert [os.environ[name] for name in names] == [
-    "http://127.0.0.1:1/v1", "ep_secret", "http://127.0.0.1:1", "ep_secret"], os.environ
+    "http://127.0.0.1:1/v1", "ep_secret", "http://127.0.0.1:1", "ep_secret", "http://127.0.0.1:1", "ep_secret"
+], os.environ
 open(os.path.join(os.environ["TMPDIR"], "made"), "w").close()
 print(json.loads(os.environ["GSPO_TASK"])["word"], os.getcwd())
 """

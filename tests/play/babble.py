@@ -107,7 +107,7 @@ class Babbler:
         cue = self.cues.pop(0) if self.cues else ""
         kind = cue or self.rng.choices(("text", "calls:1", "calls:2", "noise"), (8, 7, 2, 2))[0]
         self._is_to_arrive = cue.startswith("calls:")
-        avoided = self.ends if self._is_to_arrive else ()
+        avoided = self.ends if cue.startswith(("calls:", "call:")) else ()
         self._words = tuple(word for word in (*WORDS, *SPELLED) if word not in avoided)
         begun = next((name for name, ids in self._begun.items() if prompt[-len(ids) :] == ids), None)
         ids = self._said(kind) if begun is None else self._behind(begun, kind)

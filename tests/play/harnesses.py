@@ -79,6 +79,19 @@ def opencode(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
     return [_bin("opencode"), "run", *(["--continue"] if goes_on else []), task]
 
 
+def gemini(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    folder = home / ".gemini"
+    folder.mkdir(exist_ok=True)
+    settings = {
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    more = ["--resume", "latest"] if goes_on else []
+    return [_bin("gemini"), "-p", task, *more, "--yolo", "-m", "policy"]
+
+
 def _anthropic(llm: Llm) -> Mapping[str, str]:
     return {
         "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),
@@ -90,6 +103,14 @@ def _anthropic(llm: Llm) -> Mapping[str, str]:
 
 def _openai(llm: Llm) -> Mapping[str, str]:
     return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": "policy"}
+
+
+def _gemini(llm: Llm) -> Mapping[str, str]:
+    return {
+        "GOOGLE_GEMINI_BASE_URL": llm.gemini_base_url,
+        "GEMINI_API_KEY": llm.api_key,
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
 
 
 HARNESSES: Mapping[str, Harness] = {
@@ -122,6 +143,13 @@ HARNESSES: Mapping[str, Harness] = {
             opencode,
             lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
             lambda rng: [_call("bash", command=rng.choice(SHELL), description="look")],
+        ),
+        Harness(
+            "Gemini CLI",
+            "@google/gemini-cli@0.61.0",
+            gemini,
+            _gemini,
+            lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), description="look")],
         ),
     )
 }

@@ -15,7 +15,7 @@ from typing import Any
 from tests.play.wire import Request
 
 # What a client may send differently each time, and means nothing.
-MEANINGLESS = frozenset({"cache_control", "id", "status", "encrypted_content", "phase"})
+MEANINGLESS = frozenset({"cache_control", "id", "status", "encrypted_content", "phase", "thoughtSignature"})
 _BILL = re.compile(r"x-anthropic-billing-header:[^\n]*")
 
 
@@ -38,8 +38,8 @@ def observed(requests: Sequence[Request]) -> list[Observed]:
         if one.turn is not None and one.turn not in found:
             body = one.body
             messages = [
-                *_listed(body.get("system") or body.get("instructions")),
-                *(body.get("messages") or body["input"]),
+                *_listed(body.get("system") or body.get("instructions") or body.get("systemInstruction")),
+                *(body.get("messages") or body.get("input") or body["contents"]),
             ]
             said = [_BILL.sub("", json.dumps(_meaning(message), sort_keys=True)) for message in messages]
             found[one.turn] = Observed(one.turn, said, json.dumps(_meaning(body.get("tools")), sort_keys=True))

@@ -12,6 +12,7 @@ import httpx
 from services.gateway.turns import ToolChoice
 from tests.patience import HANG_S
 from tests.play.players.scenario import LOOKUP, NOTE, Call, Said, Wire
+from tests.services.gateway.fake_turns import KEY
 from tests.services.gateway.speakers import SPEAKERS
 
 TOOLS = [{"type": "function", "function": LOOKUP}, {"type": "function", "function": NOTE}]
@@ -54,10 +55,8 @@ class Plain:
 
     def _post(self, body: Wire) -> str:
         """Again where it is told to, or got no answer, and says so; as packages do, which leave the rest to others."""
-        names = {"authorization": f"Bearer {self._call.api_key}"}
-        if self._speaker.path == "/v1/messages":
-            names = {"x-api-key": self._call.api_key, "anthropic-version": "2023-06-01"}
-        url = self._call.base_url.removesuffix("/v1") + self._speaker.path
+        names = {name: value.replace(KEY, self._call.api_key) for name, value in self._speaker.headers.items()}
+        url = self._call.base_url.removesuffix("/v1") + self._speaker.url(body)
         for number in range(TRIES):
             headers = {**names, "x-stainless-retry-count": str(number)}
             try:

@@ -47,6 +47,7 @@ from tests.services.rollout.rollout_kit import JOB, TRAINER, Table, make_setting
 # An episode is played to its end, however busy the machine is.
 LEASE_S = 3600.0
 TURN_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+TURN_VERBS = (":generateContent", ":streamGenerateContent")
 LIMITS = {"max_turns": 500, "max_tool_calls": 5000, "max_episode_tokens": 500_000, "max_context_tokens": 65_536}
 # They are played at once, and number their groups alike.
 JOBS = (JOB, "job_beside")
@@ -82,6 +83,10 @@ class Part:
         return 0 if outcome is None else int(outcome.metrics.get("turns", 0))
 
 
+def is_turn(path: str) -> bool:
+    return path in TURN_PATHS or path.endswith(TURN_VERBS)
+
+
 class Mishaps:
     """Between the network and the gateway: what goes wrong there, when it is asked for."""
 
@@ -93,7 +98,7 @@ class Mishaps:
         part = self._part(scope)
         if part is not None and scope["path"] == "/play":
             await self._direct(part, scope, receive, send)
-        elif part is not None and part.mishaps and scope["path"] in TURN_PATHS:
+        elif part is not None and part.mishaps and is_turn(scope["path"]):
             part.num_mishaps += 1
             await getattr(self, f"_{part.mishaps.pop(0)}")(scope, receive, send)
         else:
@@ -101,7 +106,7 @@ class Mishaps:
 
     async def _reach(self, scope: Scope, receive: Receive, send: Send) -> None:
         part = self._part(scope)
-        if part is None or scope["path"] not in TURN_PATHS:
+        if part is None or not is_turn(scope["path"]):
             await self._app(scope, receive, send)
             return
         request = Request()
@@ -110,8 +115,9 @@ class Mishaps:
 
     def _part(self, scope: Scope) -> Part | None:
         headers = {name: value.decode() for name, value in scope.get("headers", ())}
-        key = headers.get(b"authorization", "").removeprefix("Bearer ") or headers.get(b"x-api-key", "")
-        return self._parts.get(key)
+        names = (b"x-api-key", b"x-goog-api-key")
+        keys = [headers.get(b"authorization", "").removeprefix("Bearer "), *(headers.get(name, "") for name in names)]
+        return self._parts.get(next(filter(None, keys), ""))
 
     async def _direct(self, part: Part, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = json.loads((await receive())["body"])

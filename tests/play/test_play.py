@@ -34,7 +34,7 @@ def codec() -> HermesCodec:
     return HermesCodec(load_tokenizer(qwen_vocabulary_or_skip()))
 
 
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "gemini"])
 async def test_random_episodes_are_stored_as_they_were_sampled(redis_client: Redis, codec: HermesCodec, dialect: str):
     seed = int(os.environ.get("GSPO_TEST_SEED", random.randrange(2**32)))
     print(f"seed {seed}: GSPO_TEST_SEED={seed} plays the same")

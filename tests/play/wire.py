@@ -18,8 +18,9 @@ from tests.play.players.scenario import MARK
 # The id of a turn stands at the beginning of its answer, in every dialect.
 _NUM_READ = 4096
 _TURN = re.compile(rb"turn-\d+-(\d+)")
-_TEXTS = ("instructions", "system", "messages", "input")
-_MOST = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_TEXTS = ("instructions", "system", "systemInstruction", "messages", "input", "contents")
+_MOST = ("max_tokens", "max_completion_tokens", "max_output_tokens", "maxOutputTokens")
+_STOPS = ("stop", "stop_sequences", "stopSequences")
 _MARK = re.compile(MARK)
 _MESSAGE = re.compile(rb'"error":.{0,60}"message":"([^"]{1,80})')
 
@@ -49,12 +50,17 @@ class Request:
 
     @property
     def stops(self) -> Sequence[str]:
-        given = self.body.get("stop") or self.body.get("stop_sequences") or ()
+        given = next((self.options[name] for name in _STOPS if self.options.get(name)), ())
         return (given,) if isinstance(given, str) else given
 
     @property
     def max_tokens(self) -> int | None:
-        return next((self.body[name] for name in _MOST if self.body.get(name) is not None), None)
+        return next((self.options[name] for name in _MOST if self.options.get(name) is not None), None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields that stand at the top of a request, or one level deeper in Gemini's."""
+        return {**self.body, **self.body.get("generationConfig", {})}
 
     @property
     def body(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
+from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Fields, Only, Rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "dialects.md"
@@ -15,13 +15,16 @@ TABLES: Mapping[str, Fields] = {
     "Chat Completions": OPENAI_CHAT,
     "Responses": OPENAI_RESPONSES,
     "Messages": ANTHROPIC_MESSAGES,
+    "Gemini": GEMINI,
 }
 HEAD = """# Dialects: what an agent may send, and what becomes of it
 
-The agent gateway speaks OpenAI's Chat Completions (`POST /v1/chat/completions`) and Responses (`POST /v1/responses`)
-and Anthropic's Messages (`POST /v1/messages`, `POST /v1/messages/count_tokens`), whole and as streams, and lists its
-models (`GET /v1/models`). The key of the episode is sent as `Authorization: Bearer` or as `x-api-key`, whichever the
-client likes.
+The agent gateway speaks OpenAI's Chat Completions (`POST /v1/chat/completions`) and Responses (`POST /v1/responses`),
+Anthropic's Messages (`POST /v1/messages`, `POST /v1/messages/count_tokens`) and Google's Gemini API
+(`POST /v1beta/models/MODEL:generateContent`, `:streamGenerateContent?alt=sse` and `:countTokens`, also under `/v1/`),
+whole and as streams, and lists its models (`GET /v1/models`, `GET /v1beta/models`). The key of the episode is sent as
+`Authorization: Bearer`, as `x-api-key` or as `x-goog-api-key`, whichever the client likes. A key in a URL (`?key=`) is
+refused.
 
 Nothing is passed over in silence. A field is acted on; or the job decides instead, and the answer names it in the
 header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, with the reason. A field that is not
@@ -30,21 +33,21 @@ header: but for what stands in the conversation itself, and for what an answer i
 of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise.
 
 Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
-tokens. Their `id` is that of the turn, for a reward of its own.
+tokens. Their `id` (Gemini's `responseId`) is that of the turn, for a reward of its own.
 
-| an answer that is none | OpenAI's dialects | Anthropic's | sent again by clients |
-|---|---|---|---|
-| the request cannot be acted on | 400 `invalid_request` | 400 `invalid_request_error` | no |
-| no episode has this key | 401 `invalid_api_key` | 401 `authentication_error` | no |
-| the episode has had its turns, tokens or time | 400 `rollout_stopped` | 400 `invalid_request_error` | no |
-| the conversation does not fit the model | 400 `context_length_exceeded` | 400, "prompt is too long" | no |
-| the episode is over, or is played by another attempt | 409 `episode_ended` | 409 `invalid_request_error` | no |
-| not now | 503 `unavailable` | 529 `overloaded_error` | yes, after `retry-after` |
+| an answer that is none | OpenAI's dialects | Anthropic's | Gemini's | sent again |
+|---|---|---|---|---|
+| the request cannot be acted on | 400 `invalid_request` | 400 `invalid_request_error` | 400 `INVALID_ARGUMENT` | no |
+| no episode has this key | 401 `invalid_api_key` | 401 `authentication_error` | 401 `UNAUTHENTICATED` | no |
+| its limits are spent | 400 `rollout_stopped` | 400 `invalid_request_error` | 400 `FAILED_PRECONDITION` | no |
+| the prompt is too long | 400 `context_length_exceeded` | 400, "prompt is too long" | 400, "input token count" | no |
+| the episode is over, or another attempt's | 409 `episode_ended` | 409 `invalid_request_error` | 409 `ABORTED` | no |
+| not now | 503 `unavailable` | 529 `overloaded_error` | 503 `UNAVAILABLE` | yes, after `retry-after` |
 
 Clients are told so by `x-should-retry`, which theirs obey. A request that a client marks as sent again
 (`x-stainless-retry-count`), or that has the `Idempotency-Key` of an earlier one, gets the answer of that one. While a
-stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`. An
-error in its middle is told as the dialect tells it.
+stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`, and
+empty lines in Gemini's, whose clients take a comment for data. An error in its middle is told as the dialect tells it.
 
 A stream tells a call, its name and all its arguments, when the end of the call was sampled, and goes on; what can not
 be read as a call is never begun as one. What stands behind a call and is none is told as text behind the calls. Calls
@@ -72,9 +75,15 @@ episode to episode. The embedded engine draws the same tokens but for the roundi
 requests; vLLM does where the answer is asked for in the same pieces; SGLang passes seeds over unless it runs with
 `--enable-deterministic-inference`, and then does as the embedded engine.
 
-A reward is `POST /v1/episode/reward` with `reward` (a finite number), `turn` (the `id` of an answer; without it, the
-reward is the episode's) and `token` (any text: with an equal one it is the same reward again). `POST
-/v1/episode/finish` ends the episode.
+A reward is `POST /v1/episode/reward`, by the episode's `reward_key`, with `reward` (a finite number), `turn` (the
+`id` of an answer; without it, the reward is the episode's) and `token` (any text: with an equal one it is the same
+reward again). `POST /v1/episode/finish` ends the episode.
+
+In Gemini's dialect `model` and `stream` stand in the path; a body may say the same. Names of fields are taken as
+`functionCall` and as `function_call`, types of schemas as `OBJECT` and as `object`. Neighbouring contents of the model
+are one message. A call needs no id: a result belongs to the call of its id, or else to the first call of its name that
+has none yet. What a result's only field holds, if it is `output` or `result`, is its text; any other result is told as
+JSON. Tools of the provider (`googleSearch`, ...) are left out and named. A stop text is not named.
 
 This page is written by `make docs` from the table that the gateway reads
 (`services/gateway/dialects/fields.py`).

@@ -73,7 +73,11 @@ def read_text(reader: Reader, content: Sent) -> str:
 def read_instructions(reader: Reader, content: Sent) -> str:
     """As ``read_text``, without what differs from one request to the next."""
     whole = isinstance(content.value, str)
-    texts = [content.text()] if whole else [read_part(reader, part) for part in content.items()]
+    return stable(reader, [content.text()] if whole else [read_part(reader, part) for part in content.items()])
+
+
+def stable(reader: Reader, texts: Iterable[str]) -> str:
+    """Instructions without what differs from one request to the next, which is noted."""
     kept = list[str]()
     for text in texts:
         text, names = without_volatile(text)

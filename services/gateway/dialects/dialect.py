@@ -17,7 +17,7 @@ from services.gateway.dialects.tool_forms import Forms
 from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
 
 # Fields of requests, in any dialect.
-HISTORIES = frozenset({"messages", "input"})
+HISTORIES = frozenset({"messages", "input", "contents"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,6 +256,114 @@ ANTHROPIC_MESSAGES: Fields = {
         "input_examples": Only([], why=NO_EXTRA_WORDS),
     },
 }
+_GEMINI_TEXT_PART: dict[str, Rule] = {
+    "text": READ,
+    "thoughtSignature": HARMLESS,
+    "partMetadata": HARMLESS,
+    "inlineData": Only(why=NO_OTHER_MEDIA),
+    "fileData": Only(why=NO_OTHER_MEDIA),
+    "videoMetadata": Only(why=NO_OTHER_MEDIA),
+    "mediaResolution": HARMLESS,
+}
+GEMINI: Fields = {
+    "": {
+        # The path says these two.
+        "model": READ,
+        "stream": READ,
+        "contents": READ,
+        "systemInstruction": READ,
+        "tools": READ,
+        "toolConfig": READ,
+        "generationConfig": READ,
+        "safetySettings": HARMLESS,
+        "labels": HARMLESS,
+        "serviceTier": HARMLESS,
+        "store": HARMLESS,
+        "cachedContent": Only(why=NO_STORE, is_vital=True),
+    },
+    "systemInstruction": {"role": HARMLESS, "parts": READ},
+    "systemInstruction.parts[]": _GEMINI_TEXT_PART,
+    "contents[]": {"role": READ, "parts": READ},
+    "contents[].parts[]": {
+        **_GEMINI_TEXT_PART,
+        "thought": READ,
+        "functionCall": READ,
+        "functionResponse": READ,
+        "executableCode": Only(why=NO_SERVER_TOOLS),
+        "codeExecutionResult": Only(why=NO_SERVER_TOOLS),
+        "toolCall": Only(why=NO_SERVER_TOOLS),
+        "toolResponse": Only(why=NO_SERVER_TOOLS),
+    },
+    "contents[].parts[].functionCall": {
+        "id": READ,
+        "name": READ,
+        "args": READ,
+        "partialArgs": Only(why="cannot be in the history: send the call whole"),
+        "willContinue": Only(False, why="cannot be in the history: send the call whole"),
+    },
+    "contents[].parts[].functionResponse": {
+        "id": READ,
+        "name": READ,
+        "response": READ,
+        "parts": Only([], why=NO_OTHER_MEDIA),
+        "scheduling": HARMLESS,
+        "willContinue": Only(False, why="cannot be acted on: a call is answered before the next turn"),
+    },
+    "tools[]": {
+        "functionDeclarations": READ,
+        # They run at the provider.
+        **dict.fromkeys(
+            (
+                *("googleSearch", "googleSearchRetrieval", "urlContext", "codeExecution", "googleMaps", "fileSearch"),
+                *("computerUse", "enterpriseWebSearch", "retrieval", "mcpServers", "exaAiSearch", "parallelAiSearch"),
+            ),
+            Decided(),
+        ),
+    },
+    "tools[].functionDeclarations[]": {
+        "name": READ,
+        "description": READ,
+        "parameters": READ,
+        "parametersJsonSchema": READ,
+        # What a function returns, which Google's package makes of each that it is given; the policy is not shown it.
+        "response": Decided(),
+        "responseJsonSchema": Decided(),
+        "behavior": Only("BLOCKING", "UNSPECIFIED", why="cannot be acted on: a call is answered before the next turn"),
+    },
+    "toolConfig": {
+        "functionCallingConfig": READ,
+        "retrievalConfig": HARMLESS,
+        "includeServerSideToolInvocations": HARMLESS,
+    },
+    "toolConfig.functionCallingConfig": {
+        "mode": READ,
+        "allowedFunctionNames": READ,
+        "streamFunctionCallArguments": Only(False, why="cannot be asked for: a call is told when it is whole"),
+    },
+    "generationConfig": {
+        "maxOutputTokens": READ,
+        "stopSequences": READ,
+        "seed": READ,
+        "temperature": Decided(),
+        "topP": Decided(),
+        "topK": Decided(),
+        "presencePenalty": Decided(0),
+        "frequencyPenalty": Decided(0),
+        "thinkingConfig": Decided(),
+        "mediaResolution": HARMLESS,
+        "enableEnhancedCivicAnswers": HARMLESS,
+        "candidateCount": Only(1, why="must be 1: ask again for another answer"),
+        "responseMimeType": Only("text/plain", why=NO_FORMAT),
+        "responseSchema": Only(why=NO_FORMAT),
+        "responseJsonSchema": Only(why=NO_FORMAT),
+        "responseFormat": Only(why=NO_FORMAT),
+        "responseModalities": Only(["TEXT"], [], why=NO_OTHER_MEDIA),
+        "speechConfig": Only(why=NO_OTHER_MEDIA),
+        "imageConfig": Only(why=NO_OTHER_MEDIA),
+        "responseLogprobs": Only(False, why=NO_LOGPROBS),
+        "logprobs": Only(0, why=NO_LOGPROBS),
+    },
+}
 # Of the gateway itself: the reward of an episode.
 EPISODE: Fields = {"": {"reward": READ, "turn": READ, "token": READ}}
 # A gateway tells another whether its client has an answer.

@@ -18,7 +18,7 @@ from services.gateway.turns import Refusal, RefusalKind
 _INDEX = re.compile(r"\[\d+\]")
 # Of one request: beyond it, a client means something else than this dialect.
 MAX_PASSED_OVER = 64
-CONVERSATION = ("messages[", "input[", "system[")
+CONVERSATION = ("messages[", "input[", "system[", "contents[", "systemInstruction.")
 
 
 def without_index(place: str) -> str:

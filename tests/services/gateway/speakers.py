@@ -38,6 +38,14 @@ class Speaker(Protocol):
     has_stop: bool
     headers: dict[str, str]
 
+    def url(self, body: Wire) -> str:
+        """Where this request is sent."""
+        ...
+
+    def with_option(self, body: Wire, name: str, value: Any) -> Wire:
+        """A request that says so too how to sample, by the name that most dialects have for it."""
+        ...
+
     def body(
         self,
         messages: Sequence[Message],
@@ -59,7 +67,10 @@ class Speaker(Protocol):
 def events(stream: str) -> Iterator[tuple[str, Wire]]:
     """Every event of a stream that ended whole, with its name; comments and the end of OpenAI's are left out."""
     assert stream.endswith("\n\n"), stream[-80:]
-    for block in stream.strip().split("\n\n"):
+    for block in filter(None, stream.strip().split("\n\n")):
+        if block.startswith('{"error":'):  # as Google's packages look for it
+            yield "error", parse(block)  # type: ignore[misc]
+            continue
         lines = [line.partition(": ") for line in block.split("\n") if not line.startswith(":")]
         fields = {name: value for name, _, value in lines}
         assert set(fields) <= {"event", "data"}, block
@@ -69,7 +80,17 @@ def events(stream: str) -> Iterator[tuple[str, Wire]]:
             yield fields.get("event", ""), data
 
 
-class Chat:
+class AtOnePath:
+    path: str
+
+    def url(self, body: Wire) -> str:
+        return self.path
+
+    def with_option(self, body: Wire, name: str, value: Any) -> Wire:
+        return {**body, name: value}
+
+
+class Chat(AtOnePath):
     path = "/v1/chat/completions"
     has_stop = True
 
@@ -149,7 +170,7 @@ class Chat:
         return str(body["error"]["message"])
 
 
-class Responses:
+class Responses(AtOnePath):
     path = "/v1/responses"
     has_stop = False
 
@@ -251,7 +272,7 @@ class Responses:
         return Chat().error(body)
 
 
-class Messages:
+class Messages(AtOnePath):
     path = "/v1/messages"
     has_stop = True
 
@@ -360,7 +381,122 @@ class Messages:
         return str(body["error"]["message"])
 
 
-SPEAKERS: Mapping[str, Speaker] = {"chat": Chat(), "responses": Responses(), "messages": Messages()}
+class Gemini:
+    """Its calls and results have ids, as its packages send them back."""
+
+    path = "/v1beta/models"
+    has_stop = True
+
+    def __init__(self) -> None:
+        self.headers = {"x-goog-api-key": KEY}
+
+    def url(self, body: Wire) -> str:
+        verb = "streamGenerateContent?alt=sse" if body.get("stream") else "generateContent"
+        return f"{self.path}/{body.get('model', MODEL)}:{verb}"
+
+    def with_option(self, body: Wire, name: str, value: Any) -> Wire:
+        return {**body, "generationConfig": {**body.get("generationConfig", {}), name: value}}
+
+    def body(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        choice: ToolChoice = AUTO,
+    ) -> Wire:
+        config: Wire = {"maxOutputTokens": max_tokens} if max_tokens else {}
+        config |= {"stopSequences": list(stop)} if stop else {}
+        more: Wire = {"generationConfig": config} if config else {}
+        if messages and messages[0]["role"] == "system":
+            more["systemInstruction"] = {"parts": [{"text": messages[0]["content"]}]}
+            messages = messages[1:]
+        if tools:
+            more["tools"] = [{"functionDeclarations": [_tool_of_gemini(one) for one in tools]}]
+        if choice != AUTO:
+            calling: Wire = {"mode": {"none": "NONE", "required": "ANY"}[choice.mode]}
+            calling |= {"allowedFunctionNames": [choice.name]} if choice.name else {}
+            more["toolConfig"] = {"functionCallingConfig": calling}
+        names = {one["id"]: one["function"]["name"] for said in messages for one in said.get("tool_calls", ())}
+        contents: list[Wire] = []
+        for message in messages:
+            role, parts = self._parts(message, names)
+            is_result = bool(contents) and "functionResponse" in contents[-1]["parts"][-1]
+            if is_result and role == "user" and message["role"] == "tool":
+                contents[-1]["parts"] += parts
+            else:
+                contents.append({"role": role, "parts": parts})
+        return {"model": MODEL, "contents": contents, **more}
+
+    def _parts(self, message: Message, names: Mapping[str, str | None]) -> tuple[str, list[Wire]]:
+        if message["role"] == "tool":
+            call_id = message["tool_call_id"]
+            response = {"output": message["content"]}
+            return "user", [{"functionResponse": {"id": call_id, "name": names[call_id], "response": response}}]
+        parts: list[Wire] = []
+        if message.get("reasoning_content"):
+            parts.append({"text": message["reasoning_content"], "thought": True})
+        if message.get("content") is not None:
+            parts.append({"text": message["content"]})
+        for one in message.get("tool_calls", ()):
+            function = one["function"]
+            made = {"id": one["id"], "name": function["name"], "args": function["arguments"]}
+            parts.append({"functionCall": made, "thoughtSignature": "c2ln"})
+        return "model" if message["role"] == "assistant" else "user", parts
+
+    def read(self, body: Wire) -> Said:
+        said = Said(body["responseId"], body["modelVersion"])
+        (candidate,) = body["candidates"]
+        assert (candidate["index"], candidate["content"]["role"]) == (0, "model")
+        assert candidate["content"]["parts"]
+        self._add(said, candidate["content"]["parts"])
+        self._end(said, body)
+        return said
+
+    def _add(self, said: Said, parts: Sequence[Wire]) -> None:
+        for part in parts:
+            if "functionCall" in part:
+                made = part["functionCall"]
+                said.calls.append((made["id"], made["name"], made["args"]))
+            elif part.get("thought"):
+                said.reasoning += part["text"]
+            else:
+                said.text += part["text"]
+
+    def _end(self, said: Said, last: Wire) -> None:
+        reason = last["candidates"][0]["finishReason"]
+        said.finish = {"STOP": "tool_calls" if said.calls else "stop", "MAX_TOKENS": "length"}[reason]
+        usage = last["usageMetadata"]
+        said.prompt, said.stored = usage["promptTokenCount"], usage["cachedContentTokenCount"]
+        said.sampled = usage["candidatesTokenCount"] + usage["thoughtsTokenCount"]
+        assert usage["totalTokenCount"] == said.prompt + said.sampled
+        said.versions = last["policy_version"]
+
+    def read_stream(self, stream: str) -> Said:
+        chunks = [data for name, data in events(stream) if name == ""]
+        assert all("\u2028" not in line and "\u2029" not in line for line in stream.split("\n"))
+        said = Said(chunks[0]["responseId"], chunks[0]["modelVersion"])
+        for chunk in chunks:
+            assert (chunk["responseId"], chunk["modelVersion"]) == (said.id, said.model)
+            (candidate,) = chunk["candidates"]
+            assert candidate["content"]["parts"], "a client drops an answer with a chunk that has none"
+            assert ("finishReason" in candidate) == (chunk is chunks[-1])
+            self._add(said, candidate["content"]["parts"])
+        self._end(said, chunks[-1])
+        return said
+
+    def error(self, body: Wire) -> str:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"code", "message", "status"}
+        return str(body["error"]["message"])
+
+
+SPEAKERS: Mapping[str, Speaker] = {
+    "chat": Chat(),
+    "responses": Responses(),
+    "messages": Messages(),
+    "gemini": Gemini(),
+}
 
 
 def _text(arguments: Any) -> str:
@@ -371,6 +507,23 @@ def _tool_of_anthropic(tool: ToolSchema) -> Wire:
     function: Wire = {**tool["function"]}
     parameters = function.pop("parameters")
     return {**function, "input_schema": parameters}
+
+
+def _tool_of_gemini(tool: ToolSchema) -> Wire:
+    """In its own way to write a schema, where a tool has a description, and as JSON schema."""
+    function: Wire = {**tool["function"]}
+    if "description" not in function:
+        function["parametersJsonSchema"] = function.pop("parameters")
+    elif "parameters" in function:
+        function["parameters"] = _in_capitals(function["parameters"])
+    return function
+
+
+def _in_capitals(schema: Wire) -> Wire:
+    """Types alone; the schemas of the tests are flat."""
+    made = {**schema, "type": schema["type"].upper()}
+    inner = {name: {**one, "type": one["type"].upper()} for name, one in schema.get("properties", {}).items()}
+    return {**made, "properties": inner}
 
 
 def _count_openai(said: Said, usage: Wire) -> None:

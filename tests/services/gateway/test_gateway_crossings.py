@@ -158,7 +158,7 @@ async def test_arguments_of_any_depth_are_read(codec: HermesCodec) -> None:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "r"},
     ]
-    question = _question(OpenAIChat(), {"x-stainless-retry-count": "9" * 5000}, {"model": "m", "messages": history})
+    question = _question(OpenAIChat(), {"x-stainless-retry-count": "9" * 5000}, {}, {"model": "m", "messages": history})
     assert question.ask.is_retry
     assert (await refused(bench(codec).episode.ask(question.ask))).kind is RefusalKind.TOO_LONG
 

@@ -62,9 +62,9 @@ class Case:
     choice: ToolChoice = AUTO
     seed: int | None = None
 
-    def sent(self, body: Wire) -> Wire:
-        """``body``, with the fields that every dialect writes alike."""
-        return body if self.seed is None else {**body, "seed": self.seed}
+    def sent(self, speaker: Speaker, body: Wire) -> Wire:
+        """``body``, with the seed."""
+        return body if self.seed is None else speaker.with_option(body, "seed", self.seed)
 
 
 CASES = (
@@ -172,17 +172,16 @@ async def test_every_case_is_the_same_ask_and_the_same_answer(speaker: Speaker):
     turns = FakeTurns([case.scripted for case in cases for _ in range(2)])
     async with serving(turns) as gateway:
         for number, case in enumerate(cases):
-            body = case.sent(speaker.body(case.messages, case.tools, case.max_tokens, case.stop, case.choice))
-            whole = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+            body = case.sent(speaker, speaker.body(case.messages, case.tools, case.max_tokens, case.stop, case.choice))
+            whole = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
             assert whole.status_code == 200, (case.name, whole.text)
             assert "x-gspo-ignored" not in whole.headers
             assert forget_stop(speaker.read(whole.json())) == forget_stop(expected(case.scripted, 2 * number)), (
                 case.name
             )
             usage = {"stream_options": {"include_usage": True}} if "chat" in speaker.path else {}
-            stream = await gateway.http.post(
-                speaker.path, json={**body, "stream": True, **usage}, headers=speaker.headers
-            )
+            streamed = {**body, "stream": True, **usage}
+            stream = await gateway.http.post(speaker.url(streamed), json=streamed, headers=speaker.headers)
             assert stream.headers["content-type"].startswith("text/event-stream")
             said = speaker.read_stream(stream.text)
             assert forget_stop(said) == forget_stop(expected(case.scripted, 2 * number + 1)), case.name
@@ -211,7 +210,9 @@ async def test_equal_asks_have_equal_digests_in_every_dialect_and_others_do_not(
         for case in cases:
             for speaker in SPEAKERS.values():
                 body = speaker.body(case.messages, case.tools, case.max_tokens or 1000, choice=case.choice)
-                await gateway.http.post(speaker.path, json=case.sent(body), headers=speaker.headers)
+                await gateway.http.post(
+                    speaker.url(case.sent(speaker, body)), json=case.sent(speaker, body), headers=speaker.headers
+                )
                 asked = str((case.messages, case.tools, case.max_tokens, case.choice, case.seed))
                 digests.setdefault(asked, set()).add(turns.asks[-1].digest)
     assert all(len(found) == 1 for found in digests.values())
@@ -241,8 +242,10 @@ async def test_the_text_that_stopped_a_turn_is_named_where_the_dialect_can(name:
     turns = FakeTurns([Scripted("5", stop_text="END")] * 2)
     async with serving(turns) as gateway:
         body = speaker.body([USER], stop=["END"])
-        whole = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
-        stream = await gateway.http.post(speaker.path, json={**body, "stream": True}, headers=speaker.headers)
+        whole = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
+        stream = await gateway.http.post(
+            speaker.url({**body, "stream": True}), json={**body, "stream": True}, headers=speaker.headers
+        )
     assert speaker.read(whole.json()).stop_text == speaker.read_stream(stream.text).stop_text == "END"
 
 
@@ -250,9 +253,9 @@ async def test_usage_is_streamed_only_when_it_is_asked_for():
     speaker = SPEAKERS["chat"]
     async with serving(FakeTurns()) as gateway:
         body = {**speaker.body([USER]), "stream": True}
-        plain = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+        plain = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
         body["stream_options"] = {"include_usage": True}
-        counted = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+        counted = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
     assert '"usage"' not in plain.text
     assert counted.text.count('"usage":null') == counted.text.count('"usage"') - 1
 

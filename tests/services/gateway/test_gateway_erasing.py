@@ -103,7 +103,7 @@ class Gone:
 async def test_a_gateway_that_never_had_it_says_so_at_once_in_each_dialect(speaker: Speaker, stream: bool) -> None:
     near = FakeTurns([])
     async with between_gateways() as http, serving(near, forwarding=forwarding(Gone(http))) as gateway:  # type: ignore[arg-type]
-        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=stream))
+        answer = await gateway.http.post(speaker.url({"stream": stream}), **asked(speaker, stream=stream))
         assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
         assert speaker.error(answer.json()) == ERASED
         assert not near.asks

@@ -12,14 +12,19 @@ import pytest
 from gspo_core.json_value import JSON
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
-from services.gateway.dialects.dialect import Question
-from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
+from services.gateway.dialects.dialect import HISTORIES, Question
+from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
 from services.gateway.turns import Refusal, RefusalKind
 from tests.services.gateway.fake_turns import FakeTurns, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire
 
-TABLES: dict[str, Fields] = {"chat": OPENAI_CHAT, "responses": OPENAI_RESPONSES, "messages": ANTHROPIC_MESSAGES}
+TABLES: dict[str, Fields] = {
+    "chat": OPENAI_CHAT,
+    "responses": OPENAI_RESPONSES,
+    "messages": ANTHROPIC_MESSAGES,
+    "gemini": GEMINI,
+}
 # A request of each dialect that has an object at every place of its table.
 _CALL: Wire = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 _TOOL: Wire = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -69,6 +74,17 @@ FULL: dict[str, Wire] = {
         ],
     },
 }
+FULL["gemini"] = {
+    "model": "policy",
+    "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["add"]}},
+    "generationConfig": {"maxOutputTokens": 10},
+    "systemInstruction": {"parts": [{"text": "Be brief."}]},
+    "tools": [{"functionDeclarations": [{"name": "add", "parameters": {"type": "OBJECT"}}]}],
+    "contents": [
+        {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {}}}]},
+        {"role": "user", "parts": [{"functionResponse": {"name": "add", "response": {"output": "two"}}}]},
+    ],
+}
 # Another one, for places of which a request has either.
 _TEXT_TOOL: Wire = {"name": "patch", "description": "Patches.", "format": {"type": "text"}}
 FULL_TOO: dict[str, Wire] = {
@@ -90,6 +106,7 @@ FULL_TOO: dict[str, Wire] = {
         "input": [{"role": "user", "content": "one"}],
     },
     "messages": {"model": "policy", "messages": []},
+    "gemini": {"model": "policy", "contents": [{"parts": [{"text": "one"}]}]},
 }
 ROWS = [
     pytest.param(dialect, place, name, rule, id=f"{dialect}-{place}-{name}")
@@ -174,13 +191,13 @@ def test_a_job_may_have_said_what_is_not_acted_on_but_for_what_answers_need(
     if not isinstance(rule, Only):
         return
     dialects = DIALECTS[SPEAKERS[dialect].path]
-    if rule.is_vital or place.startswith(("messages", "input", "system")):
+    if rule.is_vital or place.startswith(("messages", "input", "system", "contents")):
         with pytest.raises(Refusal):
             dialects.read(body, {})
     else:
         question = dialects.read(body, {})
         assert [(one.kind, one.param) for one in question.unsupported] == [(RefusalKind.INVALID, where)]
-        fulls = [one for one in (FULL[dialect], FULL_TOO[dialect]) if one.get("messages") or one.get("input")]
+        fulls = [one for one in (FULL[dialect], FULL_TOO[dialect]) if any(one.get(name) for name in HISTORIES)]
         assert question.ask in [dialects.read(one, {}).ask for one in fulls]
 
 
@@ -189,7 +206,7 @@ def test_an_answer_of_no_use_is_no_answer_also_where_much_is_passed_over():
     vital = {name for table in TABLES.values() for name, rule in table[""].items() if getattr(rule, "is_vital", False)}
     assert vital == {
         *("previous_response_id", "conversation", "prompt", "background", "background_options"),
-        *("functions", "function_call"),
+        *("functions", "function_call", "cachedContent"),
     }
 
 
@@ -293,15 +310,20 @@ def test_who_asks_for_the_size_of_a_prompt_names_no_bound():
 async def test_the_client_is_told_what_the_job_decides_and_which_model_answers():
     async with serving(FakeTurns()) as gateway:
         for name, speaker in SPEAKERS.items():
-            body = speaker.body([{"role": "user", "content": "x"}]) | {"temperature": 0.5, "top_p": None}
-            plain = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
-            assert plain.headers["x-gspo-ignored"] == "temperature", name
-            base = await gateway.http.post(speaker.path, json={**body, "model": "base"}, headers=speaker.headers)
-            assert (base.headers["x-gspo-ignored"], base.json()["model"]) == ("temperature", "base")
+            body = speaker.with_option(speaker.body([{"role": "user", "content": "x"}]), "temperature", 0.5)
+            body = speaker.with_option(body, "topP" if name == "gemini" else "top_p", None)
+            ignored = "generationConfig.temperature" if name == "gemini" else "temperature"
+            model = "modelVersion" if name == "gemini" else "model"
+            plain = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
+            assert plain.headers["x-gspo-ignored"] == ignored, name
+            base = await gateway.http.post(
+                speaker.url({**body, "model": "base"}), json={**body, "model": "base"}, headers=speaker.headers
+            )
+            assert (base.headers["x-gspo-ignored"], base.json()[model]) == (ignored, "base")
             other = {**body, "model": "gpt-5", "stream": True}
-            foreign = await gateway.http.post(speaker.path, json=other, headers=speaker.headers)
-            assert foreign.headers["x-gspo-ignored"] == "temperature,model"
-            assert '"model":"policy"' in foreign.text
+            foreign = await gateway.http.post(speaker.url(other), json=other, headers=speaker.headers)
+            assert foreign.headers["x-gspo-ignored"] == f"{ignored},model"
+            assert f'"{model}":"policy"' in foreign.text
             assert "gpt-5" not in foreign.text
 
 

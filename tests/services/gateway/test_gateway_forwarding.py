@@ -81,7 +81,7 @@ def asked(speaker: Speaker, *, stream: bool) -> dict[str, Any]:
 async def test_an_answer_comes_through_as_it_was_given_and_is_delivered_once(speaker: Speaker, stream: bool) -> None:
     far = FakeTurns([Scripted("Hello there", pieces=texts(["Hel", "lo"]))])
     async with pair(far) as (gateway, near, _):
-        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=stream))
+        answer = await gateway.http.post(speaker.url({"stream": stream}), **asked(speaker, stream=stream))
         said = speaker.read_stream(answer.text) if stream else speaker.read(answer.json())
         assert (answer.status_code, said.text) == (200, "Hello there")
         assert "x-gspo-turn" not in answer.headers
@@ -124,7 +124,7 @@ async def test_what_a_neighbour_never_confirms_was_not_delivered() -> None:
 async def test_a_refusal_comes_through_in_its_own_shape(speaker: Speaker) -> None:
     far = FakeTurns([Refusal(RefusalKind.OVER_BUDGET, "rollout stopped: max_turns")])
     async with pair(far) as (gateway, _, _):
-        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=False))
+        answer = await gateway.http.post(speaker.url({}), **asked(speaker, stream=False))
         assert answer.status_code == 400
         assert "rollout stopped: max_turns" in speaker.error(answer.json())
 
@@ -134,7 +134,7 @@ async def test_a_neighbour_that_does_not_answer_is_forgotten_and_the_client_told
     too_long = itertools.count(0.0, SEARCH_S + 1).__next__
     async with pair(FakeTurns([]), clock=too_long) as (gateway, near, book):
         book.address = f"http://127.0.0.1:{free_port()}"
-        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=True))
+        answer = await gateway.http.post(speaker.url({"stream": True}), **asked(speaker, stream=True))
         assert (answer.status_code in (503, 529), "retry-after" in answer.headers) == (True, True)
         assert speaker.error(answer.json())
         assert book.forgotten == [EPISODE]
@@ -146,7 +146,7 @@ async def test_an_episode_whose_gateway_died_is_looked_for_until_another_one_hol
     far, speaker = FakeTurns([Scripted("Hello")]), SPEAKERS["chat"]
     async with pair(far) as (gateway, near, book):
         book.next_address, book.address = book.address, f"http://127.0.0.1:{free_port()}"
-        answer = await gateway.http.post(speaker.path, **asked(speaker, stream=False))
+        answer = await gateway.http.post(speaker.url({}), **asked(speaker, stream=False))
         assert speaker.read(answer.json()).text == "Hello"
         assert book.forgotten == [EPISODE]
         assert not near.asks

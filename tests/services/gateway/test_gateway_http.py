@@ -26,6 +26,16 @@ PATIENT = Pace(commit_after_s=100, alive_every_s=100)
 HASTY = Pace(commit_after_s=0.01, alive_every_s=0.01)
 BEARER = {"authorization": f"Bearer {KEY}"}
 EVERY = pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
+# In Gemini's, whose statuses are OpenAI's.
+OF_GEMINI: dict[RefusalKind, str] = {
+    RefusalKind.INVALID: "INVALID_ARGUMENT",
+    RefusalKind.UNKNOWN_KEY: "UNAUTHENTICATED",
+    RefusalKind.OVER_BUDGET: "FAILED_PRECONDITION",
+    RefusalKind.ENDED: "ABORTED",
+    RefusalKind.TOO_LONG: "INVALID_ARGUMENT",
+    RefusalKind.TOO_MANY: "RESOURCE_EXHAUSTED",
+    RefusalKind.AWAY: "UNAVAILABLE",
+}
 KINDS: dict[RefusalKind, tuple[int, int, str, str, str]] = {
     # status in OpenAI's dialects and in Anthropic's, type in the one and the other, whether to retry
     RefusalKind.INVALID: (400, 400, "invalid_request_error", "invalid_request_error", "false"),
@@ -84,10 +94,14 @@ async def test_a_refusal_has_its_own_status_as_long_as_nothing_was_sent(speaker:
             is_anthropic = "messages" in speaker.path
             for _ in range(2):
                 body = body_of(speaker, stream=stream)
-                answer = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+                answer = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
                 assert answer.status_code == (anthropic if is_anthropic else openai), kind
                 assert f"because {kind}" in speaker.error(answer.json())
-                assert answer.json()["error"]["type"] == (of_anthropic if is_anthropic else of_openai)
+                error = answer.json()["error"]
+                if speaker is SPEAKERS["gemini"]:
+                    assert (error["code"], error["status"]) == (openai, OF_GEMINI[kind])
+                else:
+                    assert error["type"] == (of_anthropic if is_anthropic else of_openai)
                 assert answer.headers["x-should-retry"] == retry
                 assert ("retry-after" in answer.headers) == (retry == "true")
                 assert answer.headers["x-request-id"] == answer.headers["request-id"]
@@ -96,12 +110,15 @@ async def test_a_refusal_has_its_own_status_as_long_as_nothing_was_sent(speaker:
 
 async def test_a_conversation_that_is_too_long_is_called_what_clients_look_for():
     refusal = Refusal(RefusalKind.TOO_LONG, "300 tokens > 200 maximum")
-    async with serving(FakeTurns([refusal] * 3)) as gateway:
+    async with serving(FakeTurns([refusal] * len(SPEAKERS))) as gateway:
         told = {}
         for name, speaker in SPEAKERS.items():
-            answer = await gateway.http.post(speaker.path, json=body_of(speaker), headers=speaker.headers)
+            answer = await gateway.http.post(
+                speaker.url(body_of(speaker)), json=body_of(speaker), headers=speaker.headers
+            )
             told[name] = answer.json()["error"]
     assert told["messages"]["message"] == "prompt is too long: 300 tokens > 200 maximum"
+    assert told["gemini"]["message"].startswith("The input token count exceeds the maximum number of tokens allowed")
     assert told["chat"]["code"] == told["responses"]["code"] == "context_length_exceeded"
 
 
@@ -111,7 +128,7 @@ async def test_an_error_after_the_beginning_of_a_stream_is_told_in_the_stream(sp
     turns = FakeTurns([Scripted(pieces=texts(["Well"]), gate=gate, refusal=refusal)])
     async with serving(turns, PATIENT) as gateway:
         body = body_of(speaker, stream=True)
-        async with gateway.http.stream("POST", speaker.path, json=body, headers=speaker.headers) as answer:
+        async with gateway.http.stream("POST", speaker.url(body), json=body, headers=speaker.headers) as answer:
             assert answer.status_code == 200
             read = ""
             async for text in answer.aiter_text():
@@ -141,7 +158,7 @@ async def test_a_stream_that_is_held_shows_signs_of_life_and_is_whole_in_the_end
         async with serving(FakeTurns([scripted]), HASTY) as gateway:
             usage = {"stream_options": {"include_usage": True}} if "chat" in speaker.path else {}
             body, read = body_of(speaker, stream=True, **usage), ""
-            async with gateway.http.stream("POST", speaker.path, json=body, headers=speaker.headers) as answer:
+            async with gateway.http.stream("POST", speaker.url(body), json=body, headers=speaker.headers) as answer:
                 async for text in answer.aiter_text():
                     read += text
                     if sum(read.count(sign) for sign in SIGNS) > 4:
@@ -151,7 +168,7 @@ async def test_a_stream_that_is_held_shows_signs_of_life_and_is_whole_in_the_end
 
 # Well-formed JSON, and no text: in a field that is told again in answers.
 HALF = json.dumps({"model": "policy", "input": "x", "metadata": {"a": "\ud800"}}).encode()
-SIGNS = (": waiting\n\n", "event: ping\n", "event: response.in_progress\n")
+SIGNS = (": waiting\n\n", "event: ping\n", "event: response.in_progress\n", "\n\n\n\n")
 
 
 @EVERY
@@ -161,7 +178,7 @@ async def test_a_connection_that_breaks_is_no_delivery(speaker: Speaker, stream:
     turns = FakeTurns([Scripted("never read", pieces=texts(["never"]), gate=gate)])
     async with serving(turns, PATIENT) as gateway:
         body = body_of(speaker, stream=stream)
-        request = asyncio.create_task(gateway.http.post(speaker.path, json=body, headers=speaker.headers))
+        request = asyncio.create_task(gateway.http.post(speaker.url(body), json=body, headers=speaker.headers))
         async with asyncio.timeout(HANG_S):
             while not turns.answerings:
                 await asyncio.sleep(0.01)
@@ -170,7 +187,7 @@ async def test_a_connection_that_breaks_is_no_delivery(speaker: Speaker, stream:
         await until(turns.answerings[0].ended)
         gate.set()
         assert turns.answerings[0].fate == ["dropped"]
-        again = await gateway.http.post(speaker.path, json=body_of(speaker), headers=speaker.headers)
+        again = await gateway.http.post(speaker.url(body_of(speaker)), json=body_of(speaker), headers=speaker.headers)
         assert again.status_code == 200
 
 
@@ -222,7 +239,8 @@ async def asked_directly(
         return {"type": "http.disconnect"}
 
     headers = [(name.encode(), value.encode()) for name, value in speaker.headers.items()]
-    scope = {"type": "http", "method": "POST", "path": speaker.path, "headers": headers, "query_string": b""}
+    path, _, query = speaker.url(body).partition("?")
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": query.encode()}
     await app(scope, receive, send)
 
 
@@ -231,7 +249,8 @@ async def test_who_waits_for_an_answer_when_the_gateway_leaves_is_sent_elsewhere
     async with serving(turns, PATIENT) as gateway:
         waiting = [
             asyncio.create_task(
-                gateway.http.post(one.path, json=body_of(one, stream=stream), headers=one.headers), name=one.path
+                gateway.http.post(one.url({"stream": stream}), json=body_of(one, stream=stream), headers=one.headers),
+                name=one.path,
             )
             for one in SPEAKERS.values()
             for stream in (False, True)
@@ -245,7 +264,7 @@ async def test_who_waits_for_an_answer_when_the_gateway_leaves_is_sent_elsewhere
         assert (await gateway.http.get("/readyz")).status_code == 503
     assert {one.status_code for one in answers} == {503, 529}
     assert {one.headers["x-should-retry"] for one in answers} == {"true"}
-    assert [one.fate for one in turns.answerings] == [["dropped"]] * 6
+    assert [one.fate for one in turns.answerings] == [["dropped"]] * 2 * len(SPEAKERS)
 
 
 @EVERY
@@ -260,9 +279,11 @@ async def test_retries_are_known_by_their_marks(speaker: Speaker):
     )
     async with serving(turns) as gateway:
         for mark in marks:
-            await gateway.http.post(speaker.path, json=body_of(speaker), headers=speaker.headers | mark)
+            await gateway.http.post(
+                speaker.url(body_of(speaker)), json=body_of(speaker), headers=speaker.headers | mark
+            )
         long = speaker.headers | {"Idempotency-Key": "x" * 257}
-        refused = await gateway.http.post(speaker.path, json=body_of(speaker), headers=long)
+        refused = await gateway.http.post(speaker.url(body_of(speaker)), json=body_of(speaker), headers=long)
     assert refused.status_code == 400
     told = [(one.repeat_key, one.is_retry) for one in turns.asks]
     assert told == [("", False), ("", False), ("", True), ("mine", False), ("", False)]
@@ -274,6 +295,7 @@ async def test_retries_are_known_by_their_marks(speaker: Speaker):
     [
         (BEARER, 200),
         ({"x-api-key": KEY}, 200),
+        ({"x-goog-api-key": KEY}, 200),
         ({"authorization": "Bearer sk-of-another", "x-api-key": KEY}, 200),
         ({"authorization": f"bearer {KEY}", "x-api-key": "sk-of-another"}, 200),
         ({}, 401),
@@ -284,7 +306,7 @@ async def test_retries_are_known_by_their_marks(speaker: Speaker):
 async def test_a_key_is_taken_wherever_a_client_puts_it(headers: dict[str, str], status: int):
     async with serving(FakeTurns()) as gateway:
         for speaker in SPEAKERS.values():
-            answer = await gateway.http.post(speaker.path, json=body_of(speaker), headers=headers)
+            answer = await gateway.http.post(speaker.url(body_of(speaker)), json=body_of(speaker), headers=headers)
             assert answer.status_code == status
         assert (await gateway.http.get("/v1/models", headers=headers)).status_code == status
         for path in ("/v1/episode/reward", "/v1/episode/finish"):
@@ -297,7 +319,7 @@ async def test_no_key_and_no_foreign_path_is_logged(
     caplog.set_level(logging.DEBUG)
     async with serving(FakeTurns([Scripted(refusal=Refusal(RefusalKind.AWAY, "x"))])) as gateway:
         for speaker in SPEAKERS.values():
-            await gateway.http.post(speaker.path, json=body_of(speaker), headers=speaker.headers)
+            await gateway.http.post(speaker.url(body_of(speaker)), json=body_of(speaker), headers=speaker.headers)
         missing = await gateway.http.get(f"/episodes/{KEY}/v1/models", headers=BEARER)
         assert missing.status_code == 404
     output = capsys.readouterr()
@@ -310,10 +332,10 @@ async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker
     turns = FakeTurns()
     async with serving(turns) as gateway:
         for body in (b"", b"{", b"[]", b'{"model": "a", "model": "b"}', b'{"n": NaN}', b"\xff", HALF):
-            answer = await gateway.http.post(speaker.path, content=body, headers=speaker.headers)
+            answer = await gateway.http.post(speaker.url({}), content=body, headers=speaker.headers)
             assert answer.status_code == 400, body
             assert speaker.error(answer.json())
-        wrong = await gateway.http.get(speaker.path, headers=speaker.headers)
+        wrong = await gateway.http.get(speaker.url({}), headers=speaker.headers)
         assert wrong.status_code == 405
         assert speaker.error(wrong.json())
     assert turns.asks == []
@@ -345,7 +367,7 @@ async def test_a_body_is_bounded_whether_it_says_its_size_or_not():
             except httpx.WriteError:
                 pass  # the answer came before the client was done
         large = speaker.body([{"role": "user", "content": "x" * (3 << 20)}])
-        answer = await gateway.http.post(speaker.path, json=large, headers=speaker.headers)
+        answer = await gateway.http.post(speaker.url(large), json=large, headers=speaker.headers)
         assert answer.status_code == 200
     assert len(turns.asks) == 1
 
@@ -377,7 +399,7 @@ async def test_the_size_of_the_prompt_stands_at_the_beginning_of_a_stream():
     speaker = SPEAKERS["messages"]
     async with serving(FakeTurns()) as gateway:
         body = speaker.body([{"role": "user", "content": "x"}]) | {"stream": True}
-        text = (await gateway.http.post(speaker.path, json=body, headers=speaker.headers)).text
+        text = (await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)).text
     usage = json.loads(text.split("data: ", 2)[1].splitlines()[0])["message"]["usage"]
     assert sum(usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")) > 0
 
@@ -399,7 +421,7 @@ async def test_what_a_job_has_passed_over_is_handed_on_and_named():
     tool = {"type": "function", "surprise": 1, "function": {"name": "f", "wonder": 2}}
     body = body_of(speaker, temperature=1, n=2, tools=[tool])
     async with serving(turns) as gateway:
-        answer = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+        answer = await gateway.http.post(speaker.url(body), json=body, headers=speaker.headers)
         vital = await gateway.http.post(speaker.path, json=body | {"functions": []}, headers=speaker.headers)
         strict = await gateway.http.post("/v1/episode/reward", json={"reward": 1, "more": 2}, headers=BEARER)
     assert answer.headers["x-gspo-ignored"] == "temperature,n,tools.surprise,tools.function.wonder"
@@ -471,7 +493,7 @@ async def test_a_fault_of_ours_is_told_in_the_same_shape_without_its_inside(
     speaker: Speaker, capsys: pytest.CaptureFixture[str]
 ):
     async with serving(Broken()) as gateway:
-        answer = await gateway.http.post(speaker.path, json=body_of(speaker), headers=speaker.headers)
+        answer = await gateway.http.post(speaker.url(body_of(speaker)), json=body_of(speaker), headers=speaker.headers)
     assert answer.status_code == 500
     assert "fault of ours" not in answer.text
     assert answer.headers["x-request-id"] in speaker.error(answer.json())

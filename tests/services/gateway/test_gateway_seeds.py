@@ -136,13 +136,13 @@ class Conversation:
         """Over HTTP, whole."""
         body = speaker.body(messages, max_tokens=num_tokens)
         if seed is not None:
-            body["seed"] = seed
+            body = speaker.with_option(body, "seed", seed)
         async with serving(cast(Any, self.place.door)) as gateway:
             with self.place.door.open(self.episode) as key:
                 headers = {**speaker.headers, "x-stainless-retry-count": str(retry)}
                 headers |= {name: f"Bearer {key}" for name in headers if name.lower() == "authorization"}
-                headers |= {name: key for name in headers if name.lower() == "x-api-key"}
-                return await gateway.http.post(speaker.path, json=body, headers=headers)
+                headers |= {name: key for name in headers if name.lower() in ("x-api-key", "x-goog-api-key")}
+                return await gateway.http.post(speaker.url(body), json=body, headers=headers)
 
     async def sampled(self, *messages: Message, **asked: Any) -> list[int]:
         """The ids of the turn that answers."""

@@ -161,6 +161,20 @@ async def test_there_is_no_episode_to_reward_or_finish(place: Place) -> None:
     assert await entrances.model_names(key) == ("policy",)
 
 
+async def test_what_two_users_say_alike_is_kept_as_of_each(place: Place) -> None:
+    """So that what the one says later does not stand under the other's name, whom nobody can erase then."""
+    key = await place.key()
+    first = await place.say(key, HI, who="ann")
+    second = await place.say(key, HI, who="bob")
+    await place.say(key, HI, said(second), user("my number is 4111"), who="bob")
+    assert first.id == second.id  # of two conversations
+    kept = await place.talks.traffic(place.job)
+    users = {entry.trace: entry.user for entry in kept}
+    assert sorted(users.values()) == ["ann", "bob"]
+    await place.talks.erase(place.job, "u", "bob")
+    assert {entry.user for entry in await place.talks.traffic(place.job)} == {"ann"}
+
+
 async def test_what_is_kept_is_bounded_the_oldest_goes_first_and_users_are_erased(place: Place) -> None:
     key = await place.key()
     for number in range(6):
