@@ -448,6 +448,25 @@ async def test_many_fields_are_not_all_named():
     assert answer.headers["x-gspo-ignored"].split(",")[-1] == "more"
 
 
+async def test_of_two_keys_the_one_that_pays_is_taken_for_a_reward():
+    """Others are taken where anything else is asked for."""
+
+    class Listening(FakeTurns):
+        async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
+            heard.append(key)
+
+    heard: list[str] = []
+    async with serving(Listening()) as gateway:
+        for headers in (
+            {"authorization": "Bearer rw_b", "x-api-key": KEY},
+            {"authorization": f"Bearer {KEY}", "x-api-key": "rw_b"},
+        ):
+            answer = await gateway.http.post("/v1/episode/reward", json={"reward": 1}, headers=headers)
+            models = await gateway.http.get("/v1/models", headers=headers)
+            assert (answer.status_code, models.status_code) == (200, 200)
+    assert heard == ["rw_b", "rw_b"]
+
+
 async def test_a_reward_of_four_hundred_digits_is_no_number():
     async with serving(FakeTurns()) as gateway:
         body = b'{"reward": 1' + b"0" * 400 + b"}"
