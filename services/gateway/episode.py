@@ -25,10 +25,11 @@ from services.gateway.canonical import of_key
 from services.gateway.endings import first_call_end, head, stop_text_end
 from services.gateway.history import MAX_REPEAT_KEYS, History, Place, Rewritten, TurnEntry
 from services.gateway.keys import Attempt
+from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
-from services.gateway.plan import Beginning, Encoded, Plan, is_long
+from services.gateway.plan import Beginning, Encoded, Plan, too_long
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
@@ -138,6 +139,7 @@ class AgentEpisode:
             turn = self._again(ask) or self._begin(ask, None)
         else:
             async with self._in_turn(ask.digest):
+                await self._plan.check_fits(ask, self._order.max_context_tokens)
                 encoded = await self._plan.encoded(ask)
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
@@ -264,9 +266,7 @@ class AgentEpisode:
         beginning = self._plan.beginning(place, ask, encoded)
         if beginning.num_prompt >= self._order.max_context_tokens:
             self._budget.stopped = StopReason.CONTEXT_OVERFLOW
-            most = self._order.max_context_tokens
-            message = f"the conversation has {beginning.num_prompt} tokens; it must have fewer than {most}"
-            raise Refusal(RefusalKind.TOO_LONG, message, param="messages")
+            raise too_long(beginning.num_prompt, self._order.max_context_tokens)
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
         entry.num_begun = beginning.num_begun

@@ -15,12 +15,10 @@ from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
 from services.gateway.history import History, Place, Rewritten, TurnEntry
+from services.gateway.lengths import is_long, may_be_too_long, num_beyond
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
 from services.gateway.written_back import added
-
-# Encoding more takes tens of milliseconds, in which nobody else is answered.
-LONG_CHARS = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,13 @@ class Plan:
             return self._history.place(ask.messages, ask.tools, ask.said)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
+
+    async def check_fits(self, ask: Ask, num_most: int) -> None:
+        """Raises ``Refusal`` for a conversation far beyond so many tokens, before it is encoded as a whole."""
+        if may_be_too_long(ask, num_most):
+            encode = self._codec.tokenizer.encode
+            if (num_tokens := await asyncio.to_thread(num_beyond, ask, encode, num_most)) is not None:
+                raise too_long(f"more than {num_tokens}", num_most)
 
     async def encoded(self, ask: Ask) -> Encoded | None:
         """None for a request that is short, or repeats another. Raises ``Refusal``."""
@@ -196,8 +201,9 @@ class Plan:
         return known[2]
 
 
-def is_long(ask: Ask) -> bool:
-    return sum(len(text) for message in ask.messages if isinstance(text := message.get("content"), str)) > LONG_CHARS
+def too_long(num_tokens: int | str, num_most: int) -> Refusal:
+    message = f"the conversation has {num_tokens} tokens; it must have fewer than {num_most}"
+    return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
 
 def _unreadable(error: Exception) -> Refusal:

@@ -59,6 +59,8 @@ class Ask:
     """What of the request is not done here, which the job has refused or said; no part of the digest."""
     said: tuple[bytes, ...] = ()
     """Digest of each message, where it was made with the request; no part of the digest."""
+    num_bytes: int = 0
+    """Of all that it says, where that was counted; no part of the digest."""
     seed: int | None = None
     """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 

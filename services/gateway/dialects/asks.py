@@ -51,6 +51,7 @@ def make_ask(
         digest=hashlib.sha256(canonical).hexdigest(),
         repeat_key=_repeat_key(headers),
         is_retry=count.isdecimal() and bool(count.strip("0")),
+        num_bytes=len(canonical),
         seed=seeds[0] if seeds else None,
         single_call=single_call,
     )

@@ -60,7 +60,8 @@ def result(answer: Answer, text: str, place: int = 0) -> Message:
 def request(*messages: Message, **fields: Any) -> Ask:
     """With the digest that a dialect would give it."""
     parts = {name: fields.get(name) for name in ("tools", "choice", "max_tokens", "stop")}
-    return Ask(tuple(messages), digest=repr((messages, parts)), **fields)
+    said = repr((messages, parts))
+    return Ask(tuple(messages), digest=said, num_bytes=len(said), **fields)
 
 
 @dataclass

@@ -19,7 +19,8 @@ from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import MAX_PASSED_OVER
 from services.gateway.history import MAX_REPEAT_KEYS
-from services.gateway.plan import LONG_CHARS, Plan
+from services.gateway.lengths import LONG_BYTES
+from services.gateway.plan import Plan
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.turns import Refusal, RefusalKind
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, request, said, take, user
@@ -116,8 +117,8 @@ async def test_a_turn_is_paid_once_it_has_an_answer(codec: HermesCodec) -> None:
 
 
 async def test_a_long_request_and_its_retry_are_one_turn(codec: HermesCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = bench(codec, "One.", "Two.", context_tokens=LONG_CHARS * 4)
-    ask = request(user("x " * LONG_CHARS))
+    one = bench(codec, "One.", "Two.", context_tokens=LONG_BYTES * 4)
+    ask = request(user("x " * LONG_BYTES))
     is_encoding, may_go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(self: Plan, asked: Any) -> None:

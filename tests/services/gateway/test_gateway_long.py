@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from gspo_core.chat import HermesCodec
-from services.gateway.plan import LONG_CHARS
+from services.gateway.lengths import LONG_BYTES, may_be_too_long, num_beyond
 from services.gateway.turns import Refusal, RefusalKind
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import until
 
-LONG = "x" * (LONG_CHARS + 1)
+LONG = "x" * (LONG_BYTES + 1)
 
 
 class Watched:
@@ -55,7 +55,7 @@ async def test_what_is_long_is_encoded_beside_the_event_loop_and_what_is_short_o
     await bench.ask(user(LONG), said(answer), user("short"))
     await bench.ask(user("short"))
     ask = request(user("of another length"), user(LONG))
-    assert await bench.episode.count_tokens(ask) > LONG_CHARS
+    assert await bench.episode.count_tokens(ask) > LONG_BYTES
     assert watched.calls == [("render", True), ("bridge", True), ("render", False), ("render", True)]
     judge(bench.records.segments(), bench.policy.served)
 
@@ -64,8 +64,8 @@ async def test_its_ids_are_those_that_it_would_have_been_encoded_to_on_the_loop(
     codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
 ):
     prompts = []
-    for limit in (LONG_CHARS, 1 << 30):
-        monkeypatch.setattr("services.gateway.plan.LONG_CHARS", limit)
+    for limit in (LONG_BYTES, 1 << 30):
+        monkeypatch.setattr("services.gateway.lengths.LONG_BYTES", limit)
         bench, _ = bench_of(codec)
         answer = await bench.ask(user(LONG))
         await bench.ask(user(LONG), said(answer), user("and?"))
@@ -115,3 +115,46 @@ async def test_an_episode_that_ends_meanwhile_begins_no_turn(codec: HermesCodec)
         await asking
     assert refusal.value.kind is RefusalKind.ENDED
     assert not bench.episode.history.entries
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_encoded_as_a_whole(codec: HermesCodec):
+    watched = Watched(codec)
+    bench = Bench(watched, context_tokens=1_000)  # type: ignore[arg-type]
+    for ask in (
+        request(user("one two " * 30_000)),
+        request(*[user("one two " * 100) for _ in range(300)]),
+        request(user("short"), tools=(described("one two " * 30_000),)),
+    ):
+        with pytest.raises(Refusal, match=r"has more than \d+ tokens; it must have fewer than 1000") as refusal:
+            await bench.episode.ask(ask)
+        assert refusal.value.kind is RefusalKind.TOO_LONG
+    assert watched.calls == []
+    assert not bench.episode.history.entries
+
+
+def test_nobody_is_refused_who_might_fit():
+    """A text of few tokens that are long, and words of the assistant's, which a template may leave out."""
+    few = request(user(" " * 1_000_000))
+    assert may_be_too_long(few, 10_000)
+    assert num_beyond(few, lambda text: [0] * (len(text) // 64 + 1), 10_000) is None
+    assistant: Any = {"role": "assistant", "content": "one two " * 100_000}
+    left_out = request(user("a"), assistant, user("b"))
+    assert may_be_too_long(left_out, 10_000)
+    assert num_beyond(left_out, list, 10_000) is None
+    assert num_beyond(request(user("one two " * 100_000)), list, 10_000)
+
+
+async def test_tools_and_arguments_are_encoded_beside_the_event_loop_too(codec: HermesCodec):
+    bench, watched = bench_of(codec)
+    await bench.episode.ask(request(user("a"), tools=(described(LONG),)))
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": LONG}}}
+    asked: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    await bench.episode.ask(request(user("a"), asked, {"role": "tool", "content": "b", "tool_call_id": "1"}))
+    assert watched.calls == [("render", True), ("render", True)]
+
+
+def described(text: str) -> Any:
+    return {
+        "type": "function",
+        "function": {"name": "look", "description": text, "parameters": {"type": "object", "properties": {}}},
+    }

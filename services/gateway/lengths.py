@@ -1,0 +1,50 @@
+"""Tells long requests from short ones, and those that cannot fit the model before they are encoded as a whole.
+
+Rule: nobody is refused who might fit. A text that is cut has other ids at its cuts alone, far fewer than what it is
+given beyond the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from gspo_core.chat.text import text_of
+from services.gateway.turns import Ask
+
+# Encoding more takes tens of milliseconds, in which nobody else is answered.
+LONG_BYTES = 64 << 10
+# Of texts that people write a token has fewer: what has more for each token that fits is looked at first.
+MOST_BYTES_A_TOKEN = 8
+_PIECE_CHARS = 64 << 10
+_MARGIN = 2
+
+
+def is_long(ask: Ask) -> bool:
+    return ask.num_bytes > LONG_BYTES
+
+
+def may_be_too_long(ask: Ask, num_most: int) -> bool:
+    """Whether it is to be looked at before it is encoded."""
+    return ask.num_bytes > MOST_BYTES_A_TOKEN * _MARGIN * num_most
+
+
+def num_beyond(ask: Ask, encode: Callable[[str], Sequence[int]], num_most: int) -> int | None:
+    """So many tokens at least, where they are more than twice as many as fit; None where they may be fewer."""
+    num_tokens = 0
+    for piece in _pieces(ask):
+        num_tokens += len(encode(piece))
+        if num_tokens > _MARGIN * num_most:
+            return num_tokens // _MARGIN
+    return None
+
+
+def _pieces(ask: Ask) -> Iterator[str]:
+    for text in _read_whole(ask):
+        for begin in range(0, len(text), _PIECE_CHARS):
+            yield text[begin : begin + _PIECE_CHARS]
+
+
+def _read_whole(ask: Ask) -> Iterator[str]:
+    """Texts that every template shows the model: of its own words some leave out what it thought."""
+    yield from (tool["function"].get("description", "") for tool in ask.tools)
+    yield from (text_of(message) for message in ask.messages if message["role"] != "assistant")
