@@ -157,7 +157,8 @@ class Play:
         await self.run()
         answer = self.last.raw_responses[-1].to_input_items()
         self.items = [{"role": "user", "content": words(self.rng, "In short: ")}, *answer, self._user()]
-        self.report.branches["compacted"] += 1
+        # Where nothing is left of the conversation, nobody can tell a summary of it from another question.
+        self.report.branches["compacted" if any(map(_has_words, answer)) else "sub_agent"] += 1
         await self.run()
 
     async def do_handoff(self) -> None:
@@ -168,6 +169,10 @@ class Play:
         await self.run()
         self.report.branches["assistant_message"] += 1
         await self.run()
+
+
+def _has_words(item: Any) -> bool:
+    return item["type"] == "message" and any(part.get("text", "").strip() for part in item["content"])
 
 
 async def play_one(call: Call) -> Report:
