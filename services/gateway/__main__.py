@@ -10,7 +10,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -26,6 +26,7 @@ from services.gateway.app import build_app
 from services.gateway.attempt import AgentDriver
 from services.gateway.door import Door
 from services.gateway.entrances import Entrances
+from services.gateway.forgetting import forget_for_ever
 from services.gateway.forwarding import ForwardingMiddleware, between_gateways
 from services.gateway.judge_keys import JudgeKeys
 from services.gateway.judging import Judges
@@ -108,7 +109,8 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
             ForwardingMiddleware, name=config.name, absent=door.absent, neighbours=neighbours, http=http, leaving=stop
         )
         talk_jobs = TalkJobs(store, config.engine_urls, engine_at, time.monotonic, random.Random())
-        talking = talking_of(settings, redis, talk_jobs)
+        talks, keep = Talks(Functions(redis)), Keep(settings.traffic_keep_bytes, settings.traffic_keep_days)
+        talking = Talking(talks, talk_jobs, keep, time.time, redact=redactor_of(settings))
         app = build_app(
             Entrances(door, talking), is_ready=lambda: not stop.is_set(), stopping=stop, forwarding=forwarding
         )
@@ -116,7 +118,8 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
         serving = answer(app, settings.gateway_bind, fd, has_ended)
         get_logger().info("agents are sent here", url=url)
         try:
-            await work_and_answer(worker, serving, has_ended, Drains(redis).wait(config.name, stop), stop)
+            beside = [Drains(redis).wait(config.name, stop), forget_for_ever(talks, keep)]
+            await work_and_answer(worker, serving, has_ended, beside, stop)
         finally:
             await talking.close()
             if traces is not None:
@@ -138,24 +141,19 @@ async def work_and_answer(
     worker: Worker,
     serving: Coroutine[None, None, None],
     has_ended: asyncio.Event,
-    drain: Coroutine[None, None, None],
+    beside: Sequence[Coroutine[None, None, None]],
     stop: asyncio.Event,
 ) -> None:
     """Requests are answered until the worker is done: episodes that end meanwhile need their agents' last ones."""
     async with asyncio.TaskGroup() as tasks:
         answering = tasks.create_task(serving, name="answering")
-        draining = tasks.create_task(drain, name="drain")
+        others = [tasks.create_task(one) for one in beside]
         try:
             await worker.run(stop)
             has_ended.set()
             await answering
         finally:
-            await cancel_all([answering, draining], again_after_s=0.1)
-
-
-def talking_of(settings: Settings, redis: RedisClient, jobs: TalkJobs) -> Talking:
-    keep = Keep(settings.traffic_keep_bytes, settings.traffic_keep_days)
-    return Talking(Talks(Functions(redis)), jobs, keep, time.time, redact=redactor_of(settings))
+            await cancel_all([answering, *others], again_after_s=0.1)
 
 
 async def renew(keys: Keys, redis: RedisClient) -> None:

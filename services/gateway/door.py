@@ -18,7 +18,7 @@ from services.gateway.episode import AgentEpisode
 from services.gateway.keys import Attempt, Keys, Named, UnknownKey
 from services.gateway.late import LateRewards
 from services.gateway.live import Delivery
-from services.gateway.turns import Ask, Refusal, RefusalKind
+from services.gateway.turns import OVER, Ask, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.state.queue_records import RewardWord
 
@@ -33,7 +33,6 @@ PATIENCE_S = 20.0
 # A reward that comes in the moment in which its episode ends waits for that.
 REWARD_POLL_S = 0.2
 NONE = Attempt(-1, -1)
-OVER = "this episode has ended, was erased, or began again with another key"
 
 
 class Door:

@@ -171,6 +171,11 @@ class AgentEpisode:
             return False
         return place.parent is not None or place.again is not None
 
+    def gives_again(self, ask: Ask) -> bool:
+        """Whether ``ask`` gets a turn that it was given, or was to be given, before."""
+        key = of_key(ask.repeat_key)
+        return (bool(key) and self.history.named(key) is not None) or self._repeated(ask) is not None
+
     async def count_tokens(self, ask: Ask) -> int:
         """Of the prompt that ``ask`` would become."""
         self._check_open()

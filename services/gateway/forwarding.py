@@ -21,7 +21,7 @@ from gspo_core.types import EpisodeKey
 from services.gateway.dialects.faults import fault_of
 from services.gateway.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.streams import fault_reply
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.turns import OVER, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.away import Away
@@ -44,6 +44,8 @@ class Elsewhere(Protocol):
     async def address_of(self, key: EpisodeKey) -> str:
         """Empty where no other gateway holds it. Raises ``Refusal`` where none ever will."""
         ...
+
+    async def is_over(self, key: EpisodeKey) -> bool: ...
 
     def forget(self, key: EpisodeKey) -> None: ...
 
@@ -115,10 +117,12 @@ class ForwardingMiddleware:
         if FORWARDED_BY in headers:
             return None
         while (episode := self._sought(headers)) is not None:
+            is_taken_anyway = scope["path"] == REWARD  # also for an episode that nobody holds
             with contextlib.suppress(Away):
                 if address := await self._neighbours.address_of(episode):
                     return episode, address
-            is_taken_anyway = scope["path"] == REWARD  # also for an episode that nobody holds
+                if not is_taken_anyway and await self._neighbours.is_over(episode):
+                    raise Refusal(RefusalKind.ENDED, OVER)
             if self._clock() > until or is_taken_anyway or self._leaving.is_set():
                 break
             await self._pause()

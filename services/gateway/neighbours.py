@@ -39,6 +39,10 @@ class Neighbours:
                 self._known.popitem(last=False)
         return address
 
+    async def is_over(self, key: EpisodeKey) -> bool:
+        """No gateway will ever hold it (again)."""
+        return await self._bus.is_over(key)
+
     def forget(self, key: EpisodeKey) -> None:
         """It did not answer there."""
         self._known.pop(key, None)

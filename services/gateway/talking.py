@@ -117,7 +117,10 @@ class Talking:
     async def ask(self, key: str, ask: Ask) -> Delivery:
         if ask.unsupported:
             raise ask.unsupported[0]  # no job says otherwise
-        presented, _ = await self._known(key, num_turns=1)
+        presented = Presented.read(key)
+        found = None if presented is None else self._continued(presented.id, ask)
+        is_new = found is None or not found.gives_again(ask)
+        presented, _ = await self._known(key, num_turns=int(is_new))
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
         return await conversation.ask(ask)

@@ -161,6 +161,7 @@ class RefusalKind(StrEnum):
     """Not now; the same request may be sent again."""
 
 
+OVER = "this episode has ended, was erased, or began again with another key"
 ERASED = "this episode was erased: nothing that was said in it is kept, and nothing more is answered"
 
 

@@ -157,7 +157,7 @@ class Settings(BaseSettings):
     oldest goes first."""
 
     traffic_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """Recorded traffic of a job that is older than this, compared with its newest, is removed when more is recorded."""
+    """Recorded traffic that is older than this is removed, within ten minutes where a gateway runs."""
 
     traffic_redactor: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     """``module:function`` of yours, ``str -> str``, through which the text of recorded traffic goes before it is

@@ -68,7 +68,7 @@ JOB_KEYS = (
     # These stay when the job has ended.
     "talk_keys",  # hash: id -> packed {digest, shown, turns, tokens, ms} of keys that talk without an episode
     "talk_used",  # hash: "id:turns" and so on -> what a key has used; bytes -> of all traffic
-    "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes
+    "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes, the age by whoever sweeps
     "uses",  # sorted set: requests that are making a job out of this one -> when they began (Unix s)
 )
 SERVICE_KEYS = (

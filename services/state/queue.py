@@ -82,6 +82,7 @@ EXPIRED_PER_CALL = 64
 ITEMS_OF_A_REWARD = 3
 MAX_REASON_CHARS = 500
 MAX_NOTE_CHARS = 500
+_OVER = (b"", b"dead", b"done", b"waiting")
 
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 
@@ -393,6 +394,10 @@ class Bus:
     async def was_erased(self, key: EpisodeKey) -> bool:
         """Known until the episode's group is settled."""
         return bool(await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "erased"))
+
+    async def is_over(self, key: EpisodeKey) -> bool:
+        """Nobody will play it any more: it has ended, or its group or its job is settled."""
+        return await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "stage") in _OVER
 
     # Rewards that come after their episode has ended. Whoever is sent one takes it: the key that it came with is proof,
     # so no lease is needed. Times are Unix seconds of the caller's clock.

@@ -21,7 +21,7 @@ MIN_PASSWORD_CHARS = 16
 CONNECTING = ("ping", "hello", "multi", "exec", "discard")
 READING = (
     *("exists", "hexists", "hget", "hgetall", "hkeys", "hlen", "hmget", "hvals", "smembers"),
-    *("zcard", "zrange", "zscore", "xinfo|stream", "xlen", "xrange", "xread", "xrevrange"),
+    *("zcard", "zrange", "zscore", "xinfo|stream", "xlen", "xrange", "xread", "xrevrange", "time"),
 )
 # For use inside functions; a grant covers the plain commands too.
 WRITING = ("hdel", "hincrby", "hset", "hsetnx", "sadd", "srem", "xadd", "xdel", "zadd", "zpopmin", "zrem")
@@ -40,7 +40,7 @@ ROLLOUT_FUNCTIONS = (
 GATEWAY_FUNCTIONS = (
     *(*ROLLOUT_FUNCTIONS, "secret", "offer", "expire_loan", "loans", "holder_of"),
     *("await_reward", "look_at_reward", "post_reward"),
-    *("use_talk_key", "record_traffic"),
+    *("use_talk_key", "record_traffic", "drop_old_traffic"),
 )
 
 USERS: Mapping[str, Sequence[str]] = {

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.state.functions import Functions
-from services.state.keys import job_key, job_keys
+from services.state.keys import job_key, job_keys, service_key
 
 PREFIX = "tk_"
+MOST_AT_ONCE = 1000
+"""Segments that one call drops."""
 ErasedBy = Literal["t", "u", "k"]
 """A trace, a user, a key."""
 
@@ -45,6 +47,10 @@ class Keep:
 
     bytes: int
     days: float
+
+    @property
+    def ms(self) -> int:
+        return int(self.days * 86_400_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,19 @@ class Talks:
         self, job: str, key: str, trace: int, user: str, payloads: Sequence[bytes], *, tokens: int, s: float, keep: Keep
     ) -> None:
         """Raises Fenced once the key is revoked."""
-        bounds = keep.bytes, int(keep.days * 86_400_000)
+        bounds = keep.bytes, keep.ms
         await self._functions.call(
             "record_traffic", job_keys(job), key, trace, user, tokens, int(s * 1000), *bounds, *payloads
         )
+
+    async def drop_old(self, job: str, keep: Keep) -> int:
+        """How many segments are gone, of a bounded number at once."""
+        bounds = keep.bytes, keep.ms
+        return int(await self._functions.call("drop_old_traffic", job_keys(job), *bounds, MOST_AT_ONCE))
+
+    async def jobs(self) -> list[str]:
+        """All that there are."""
+        return [job.decode() for job in await self._functions.redis.zrange(service_key("jobs"), 0, -1)]
 
     async def traffic(self, job: str, after: str = "-", *, count: int = 1000) -> list[Entry]:
         """In order; ``after`` is the id of an entry."""

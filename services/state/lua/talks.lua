@@ -50,7 +50,7 @@ register("revoke_talk_key", FREES, function(keys, args)
 end)
 
 -- id, digest, turns to add -> the row. Refused: FENCED where the key is not, or no more; FULL, with the name of what it
--- has used up.
+-- has used up, where a turn is to be added.
 register("use_talk_key", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local record = read_packed(K.talk_keys, args[1])
@@ -59,7 +59,7 @@ register("use_talk_key", FREES, function(keys, args)
   end
   local used = uses_of(K, args[1])
   for position, name in ipairs(USES) do
-    if record[name] ~= "" and tonumber(used[position]) >= tonumber(record[name]) then
+    if args[3] ~= "0" and record[name] ~= "" and tonumber(used[position]) >= tonumber(record[name]) then
       return refuse("FULL", name)
     end
   end
@@ -67,20 +67,28 @@ register("use_talk_key", FREES, function(keys, args)
   return row_of(K, args[1], record)
 end)
 
-local function drop_oldest(K, keep_bytes, keep_ms)
-  local bytes = number_of(K.talk_used, "bytes")
-  local newest = redis.call("XREVRANGE", K.traffic, "+", "-", "COUNT", 1)[1]
-  local until_ms = newest and tonumber(string.match(newest[1], "^%d+")) - keep_ms or 0
-  while true do
+local function drop_oldest(K, keep_bytes, until_ms, most)
+  local bytes, count = number_of(K.talk_used, "bytes"), 0
+  while count < most do
     local oldest = redis.call("XRANGE", K.traffic, "-", "+", "COUNT", 1)[1]
     if not oldest or (bytes <= keep_bytes and tonumber(string.match(oldest[1], "^%d+")) >= until_ms) then
       break
     end
     bytes = bytes - #oldest[2][8]
     redis.call("XDEL", K.traffic, oldest[1])
+    count = count + 1
   end
-  redis.call("HSET", K.talk_used, "bytes", string.format("%.0f", math.max(bytes, 0)))
+  if count > 0 then
+    redis.call("HSET", K.talk_used, "bytes", string.format("%.0f", math.max(bytes, 0)))
+  end
+  return count
 end
+
+-- most bytes and milliseconds to keep, most segments to drop -> how many were
+register("drop_old_traffic", FREES, function(keys, args)
+  local until_ms = tonumber(redis.call("TIME")[1]) * 1000 - tonumber(args[2])
+  return drop_oldest(named(JOB_KEYS, keys), tonumber(args[1]), until_ms, tonumber(args[3]))
+end)
 
 -- key, trace, user, tokens, milliseconds, most bytes and milliseconds to keep, segments
 register("record_traffic", {}, function(keys, args)
@@ -88,13 +96,14 @@ register("record_traffic", {}, function(keys, args)
   if redis.call("HEXISTS", K.talk_keys, args[1]) == 0 then
     return refuse("FENCED", "key " .. args[1])
   end
+  local last
   for position = 8, #args do
-    redis.call("XADD", K.traffic, "*", "k", args[1], "t", args[2], "u", args[3], "d", args[position])
+    last = redis.call("XADD", K.traffic, "*", "k", args[1], "t", args[2], "u", args[3], "d", args[position])
     redis.call("HINCRBY", K.talk_used, "bytes", #args[position])
   end
   redis.call("HINCRBY", K.talk_used, args[1] .. ":tokens", args[4])
   redis.call("HINCRBY", K.talk_used, args[1] .. ":ms", args[5])
-  drop_oldest(K, tonumber(args[6]), tonumber(args[7]))
+  drop_oldest(K, tonumber(args[6]), tonumber(string.match(last or "0", "^%d+")) - tonumber(args[7]), math.huge)
   return 1
 end)
 

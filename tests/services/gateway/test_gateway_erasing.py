@@ -85,6 +85,17 @@ async def test_every_gateway_knows_until_the_group_is_settled(table: Table, redi
     assert (refusal.kind, refusal.message) == (RefusalKind.ENDED, ERASED)
 
 
+async def test_every_gateway_knows_when_an_episode_is_over(table: Table, redis_client: Redis) -> None:
+    another = Neighbours("another", table.bus, Store(redis_client).fleet, time.monotonic)
+    assert await another.is_over(KEY)
+    await table.dispatch()
+    assert not await another.is_over(KEY)
+    (lease,) = await table.lease()
+    assert not await another.is_over(KEY)
+    await table.bus.erase(KEY)
+    assert await another.is_over(lease.key)
+
+
 @dataclass
 class Gone:
     """Of all episodes it is known that they were erased."""
@@ -93,6 +104,9 @@ class Gone:
 
     async def address_of(self, key: EpisodeKey) -> str:
         raise Refusal(RefusalKind.ENDED, ERASED)
+
+    async def is_over(self, key: EpisodeKey) -> bool:
+        raise AssertionError
 
     def forget(self, key: EpisodeKey) -> None:
         raise AssertionError

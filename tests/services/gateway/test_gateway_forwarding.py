@@ -39,6 +39,12 @@ class Book:
     next_address: str = ""
     """Where it is once it was forgotten."""
     forgotten: list[EpisodeKey] = field(default_factory=list)
+    num_looks: int = 1 << 30
+    """After so many it is over."""
+
+    async def is_over(self, key: EpisodeKey) -> bool:
+        self.num_looks -= 1
+        return self.num_looks < 0
 
     async def address_of(self, key: EpisodeKey) -> str:
         return self.address
@@ -197,6 +203,23 @@ async def test_an_episode_that_appears_here_while_it_is_looked_for_is_answered_h
         await asyncio.sleep(0)
         is_here.set()
         assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["chat", "messages", "gemini"])
+async def test_an_episode_that_is_over_is_said_to_be_where_it_never_was(path: str) -> None:
+    """Else its agent would ask for days: this gateway does not know that it has ended."""
+    speaker = SPEAKERS[path]
+    async with between_gateways() as http, asyncio.timeout(HANG_S):
+        book = Book(http, num_looks=1)
+        near = FakeTurns([])
+        async with serving(near, forwarding=forwarding(book, clock=lambda: 0.0)) as gateway:
+            answer = await gateway.http.post(speaker.path, **asked(speaker, stream=False))
+            assert answer.status_code == 409
+            assert "has ended" in answer.text
+            assert near.asks == []
+            book.num_looks = 0
+            paid = await gateway.http.post("/v1/episode/reward", headers=BEARER, json={"reward": 1.0})
+            assert paid.status_code == 200  # whoever is asked knows better
 
 
 async def test_a_gateway_that_leaves_looks_for_no_episode_that_nobody_holds() -> None:

@@ -17,14 +17,16 @@ from gspo_core.types import Segment
 from services.episodes.counters import Counters
 from services.episodes.retry import Backoff, Retrier
 from services.gateway.entrances import Entrances
+from services.gateway.forgetting import forget, forget_for_ever
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob
 from services.gateway.talking import Talking
 from services.gateway.turns import Answer, Refusal, RefusalKind
+from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.store import Store
-from services.state.talks import Keep, TalkKey, Talks
+from services.state.talks import MOST_AT_ONCE, Keep, TalkKey, Talks
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import Speech, spec
@@ -193,6 +195,52 @@ async def test_what_is_kept_is_bounded_the_oldest_goes_first_and_users_are_erase
     kept = await place.talks.traffic(place.job)
     assert kept[-1].payload == b"x"
     assert sum(len(one.payload) for one in kept) <= bound
+
+
+async def test_old_traffic_goes_where_nobody_talks_any_more(place: Place) -> None:
+    """Entries of forty days ago, of a job whose key is silent; a younger one and another job's stay."""
+    key = await place.key()
+    await place.say(key, HI)
+    *_, young = await place.talks.traffic(place.job)
+    traffic, day_ms = job_key(place.job, "traffic"), 86_400_000
+    old = {b"k": b"0123456789ab", b"t": b"7", b"u": b"", b"d": b"old"}
+    await place.redis.delete(traffic)
+    for number in range(MOST_AT_ONCE + 2):
+        await place.redis.xadd(traffic, old, id=f"{young.at_ms - 40 * day_ms}-{number + 1}")
+    fields = {b"k": young.key.encode(), b"t": str(young.trace).encode(), b"u": b"", b"d": young.payload}
+    await place.redis.xadd(traffic, fields, id=young.id)
+    await place.redis.hset(job_key(place.job, "talk_used"), "bytes", len(young.payload) + 3 * (MOST_AT_ONCE + 2))
+    assert await forget(place.talks, Keep(1 << 20, 41.0)) == 0
+    assert await forget(place.talks, KEEP) == MOST_AT_ONCE + 2
+    assert await place.talks.traffic(place.job) == [young]
+    assert int(await place.redis.hget(job_key(place.job, "talk_used"), "bytes")) == len(young.payload)
+
+
+async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    async def fails(talks: Talks, keep: Keep) -> int:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            raise asyncio.CancelledError
+        raise Away(AwayReason.LOADING)
+
+    monkeypatch.setattr("services.gateway.forgetting.forget", fails)
+    with pytest.raises(asyncio.CancelledError):
+        await forget_for_ever(place.talks, KEEP, every_s=0.0)
+    assert tries == 3
+
+
+async def test_a_retry_uses_nothing_up(place: Place) -> None:
+    key = await place.key(max_turns=2)
+    first = await place.say(key, HI, repeat_key="one")
+    assert (await place.say(key, HI, repeat_key="one")).id == first.id
+    assert (await place.say(key, HI, is_retry=True)).id == first.id
+    await place.say(key, HI, said(first), user("and?"))
+    assert (await place.talks.all(place.job))[0].num_turns == 2
+    assert (await place.say(key, HI, is_retry=True)).id == first.id  # also when all is used up
+    assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
 
 
 def without_numbers(text: str) -> str:

@@ -448,6 +448,11 @@ class QueueModel:
         for _ in range(2):
             self.same(lambda side: side.bus.erase(key))
             self.same(lambda side: side.bus.was_erased(key))
+            self.same(lambda side: side.bus.is_over(key))
+
+    @rule(group=GROUP, member=of(0, 1))
+    def is_over(self, group: int, member: int) -> None:
+        self.same(lambda side: side.bus.is_over(EpisodeKey(JOB, group, member)))
 
     @rule(former=SELDOM, groups=some_groups)
     def seal(self, former: bool, groups: list[int]) -> None:

@@ -46,6 +46,10 @@ class TwinErasing:
         note_completion(queue, key.group)
         return ErasedWord.ERASED
 
+    async def is_over(self, key: EpisodeKey) -> bool:
+        episode = find(self._world.queue(key.job), key)
+        return episode is None or episode.stage in (Stage.DEAD, Stage.DONE, Stage.WAITING)
+
     async def was_erased(self, key: EpisodeKey) -> bool:
         episode = find(self._world.queue(key.job), key)
         return episode is not None and episode.is_erased

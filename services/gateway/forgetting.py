@@ -1,0 +1,36 @@
+"""Drops the traffic of talk keys that is older than is to be kept, also where a job is over or its keys are silent.
+
+Rule: every gateway does, from time to time, whoever recorded it. What it cannot do now it does the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.process.telemetry import get_logger
+from services.state.away import Away, RedisFault
+from services.state.talks import MOST_AT_ONCE, Keep, Talks
+
+EVERY_S = 600.0
+
+
+async def forget_for_ever(talks: Talks, keep: Keep, every_s: float = EVERY_S) -> None:
+    while True:
+        try:
+            await forget(talks, keep)
+        except (Away, RedisFault) as error:
+            get_logger().warning("old traffic is dropped later", error=str(error))
+        await asyncio.sleep(every_s)
+
+
+async def forget(talks: Talks, keep: Keep) -> int:
+    """How many segments are gone. Raises ``Away`` and ``RedisFault``."""
+    count = 0
+    for job in await talks.jobs():
+        while (dropped := await talks.drop_old(job, keep)) > 0:
+            count += dropped
+            if dropped < MOST_AT_ONCE:
+                break
+    if count:
+        get_logger().info("old traffic dropped", segments=count, days=keep.days)
+    return count
