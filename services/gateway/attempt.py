@@ -70,7 +70,9 @@ class AgentDriver:
             return Again("episodes/restarted")
         kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
         tree = None
-        if kept is not None and kept.attempt == attempt:
+        if kept is None or kept.attempt != attempt:
+            tree = None if record else TreeSnapshot([], [])  # it was started, or will be, and has asked for nothing
+        else:
             tree = TreeSnapshot.together([kept.data, *kept.parts])
         if tree is None or not tree.covers(record):
             return Again("episodes/restarted")

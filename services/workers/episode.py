@@ -149,7 +149,8 @@ class Episode:
         """No charge: the durable segments are kept, as if another worker resumed."""
         self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
-        if self._num_in_vain > MAX_IN_VAIN or not (recorded.num_segments or past.record):
+        has_begun = recorded.num_segments or past.record or self._order.agent_lives_elsewhere
+        if self._num_in_vain > MAX_IN_VAIN or not has_begun:
             return await self._restart(max(recorded.num_sampled, _num_sampled(past.record)))
         return await self._resume()
 

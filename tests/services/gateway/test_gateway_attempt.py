@@ -16,9 +16,19 @@ from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.turns import Refusal, RefusalKind
+from services.hosts.session import SessionLost
 from services.state.keys import job_key
 from services.workers.episode import Episode
-from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_order, agent_setting, door
+from tests.services.gateway.agent_kit import (
+    AgentHere,
+    AgentWorld,
+    Behavior,
+    Client,
+    Doors,
+    agent_order,
+    agent_setting,
+    door,
+)
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, read, request, said, user
 from tests.services.rollout.rollout_kit import JOB, Speech, Table, until
 
@@ -320,6 +330,34 @@ async def test_an_agent_elsewhere_goes_on_at_another_gateway(table: Table, codec
     assert {(segment.attempt, segment.branch) for segment in record} == {(0, 0)}
     assert play.world.starts == [f"{KEY}/0/0"]
     assert play.setting.counters["episodes/resumed"] == 1
+
+
+async def test_an_agent_elsewhere_goes_on_when_who_watched_it_dies_before_anything_is_stored(
+    table: Table, codec: HermesCodec
+) -> None:
+    """Its first request is held; the process beside the gateway that waits for its end is killed."""
+    play = Play(table, codec, two_turns, "Hello.", "Fine.", services={})
+    play.policy.gate = asyncio.Event()
+    watches = 0
+
+    async def ended(session: AgentHere) -> None:
+        nonlocal watches
+        watches += 1
+        if watches == 1:
+            await until(lambda: play.setting.counters["turns/asked"] == 1)
+            play.policy.gate.set()
+            raise SessionLost("host", "killed")
+        await watch(session)
+
+    watch = AgentHere.ended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentHere, "ended", ended)
+        assert await play.run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert {segment.attempt for segment in record} == {0}
+    assert play.world.starts == [f"{KEY}/0/0"]
+    assert watches == 2
 
 
 async def killed_in_a_turn(play: Play, num_served: int, **spec: Any) -> None:
