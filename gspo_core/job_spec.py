@@ -122,7 +122,7 @@ EVIDENCE_BYTES = 16_384
 
 
 class RewardsSpec(Documented):
-    """Rewards that come after the agent's end (by `POST /v1/episode/reward` with the key of the episode), and what is
+    """Rewards that come after the agent's end (by `POST /v1/episode/reward` with the reward key of the episode), and what is
     kept of how rewards came about."""
 
     deadline_s: Annotated[float, Field(gt=0, le=MAX_REWARD_DEADLINE_S, allow_inf_nan=False)] | None = None

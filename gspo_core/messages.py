@@ -154,6 +154,8 @@ class ParsedTurn:
     complete: bool = True
     """The policy ended the turn itself: a stop token was sampled and no reasoning is left open."""
     reasoning: str = ""
+    num_thought_tokens: int = 0
+    """Of the ids, those up to the end of the reasoning."""
 
     @property
     def has_parse_error(self) -> bool:

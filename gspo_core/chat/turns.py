@@ -45,7 +45,7 @@ class TurnReader:
         if (opens_thought or self.think in ids[:begin]) and self.think_end not in ids[:begin]:
             # The call ended the reasoning; if its own end comes later, the call was a part of it.
             calls = tuple(replace(call, is_final=False) for call in calls)
-        return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip())
+        return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip(), begin)
 
     def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:
         """The turn as a history message; ``as_text`` writes its calls as sampled."""

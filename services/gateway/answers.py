@@ -79,6 +79,7 @@ class Answers:
     def read(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Answer:
         reading, taped = self._reading(entry, tools), self._tape.turns[entry.number]
         self._note(entry, reading)
+        num_thought = max(reading.parsed.num_thought_tokens - len(taped.begun), 0)
         finish: Finish = "length" if entry.finish == "length" else "tool_calls" if reading.calls else "stop"
         return Answer(
             id=self.id_of(entry.number),
@@ -86,7 +87,7 @@ class Answers:
             calls=reading.calls,
             call_ids=tuple(call_id(self.id_of(entry.number), place) for place in range(len(reading.calls))),
             finish=finish,
-            usage=Usage(taped.num_prompt, entry.num_stored, len(taped.sampled)),
+            usage=Usage(taped.num_prompt, entry.num_stored, len(taped.sampled), num_thought),
             versions=_spans(taped.spans),
             created_at=entry.created_at,
             reasoning=reading.reasoning,

@@ -574,3 +574,15 @@ async def test_a_call_of_a_tool_that_was_not_offered_is_seen_as_it_was_written(
     results: list[Message] = [{"role": "tool", "tool_call_id": call_id, "content": "2"} for call_id in answer.call_ids]
     await one.ask(HI, said(answer), *results, user("go on"), tools=(ADD,))
     assert "drift/forks" not in one.counters
+
+
+async def test_the_tokens_of_a_thought_are_counted_also_of_one_that_was_not_ended(codec: HermesCodec) -> None:
+    speech = Speech(codec)
+    thought = codec.tokenizer.encode_whole("<think>Let me see.</think>")
+    said_ids = [*thought, *speech.say("Yes.")]
+    policy = BabblingPolicy(codec, random.Random(0), [said_ids, thought[:-1], speech.say("No <think>.")])
+    bench = Bench(codec, policy=policy)
+    answers = [await bench.ask(user(text), max_tokens=most) for text, most in (("a", None), ("b", len(thought) - 1))]
+    answers.append(await bench.ask(user("c")))
+    assert [one.usage.num_reasoning_tokens for one in answers] == [len(thought), len(thought) - 1, 0]
+    assert [one.reasoning for one in answers] == ["Let me see.", "Let me see.", ""]
