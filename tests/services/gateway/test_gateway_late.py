@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from services.gateway import late
 from services.gateway.door import Door
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
+from services.gateway.paying import ANYBODY, Payer
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
@@ -331,6 +333,15 @@ async def test_late_rewards_do_not_leave_the_range_together(table: Table, codec:
     outcome = (await played.record())[-1].outcome
     assert outcome is not None
     assert outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("missing", [("payer",), ("payer", "untrained")])
+def test_what_an_earlier_release_kept_is_read(missing: tuple[str, ...]) -> None:
+    """It took rewards from anybody and within no range."""
+    kept = msgspec.msgpack.decode(EndedEpisode(StopReason.MAX_TURNS, 0.25, [0, 1], Payer("judge")).encode())
+    ended = EndedEpisode.decode(msgspec.msgpack.encode({name: kept[name] for name in kept.keys() - set(missing)}))
+    assert ended == EndedEpisode(StopReason.MAX_TURNS, 0.25, [0, 1], ANYBODY)
+    ended.payer.check(1e6, by_own_key=True)
 
 
 def test_who_is_paid_late_had_all_that_it_goes_on_from() -> None:
