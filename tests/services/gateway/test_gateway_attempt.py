@@ -199,6 +199,19 @@ async def test_a_reward_that_leaves_no_finite_sum_is_refused(table: Table, codec
     assert (await play.outcome()).reward == 1e308
 
 
+async def test_what_is_refused_is_told_with_the_episode(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await refused(llm.pay_oneself(0.5))
+        await refused(llm.reward(0.5, turn=f"{first.id}0"))
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.")
+    await play.run()
+    assert (await play.outcome()).metrics["rewards_refused"] == 2
+    assert play.setting.counters["rewards/refused"] == 2
+
+
 async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, codec: HermesCodec) -> None:
     """A service that answered 202, told its end and left is waited for no longer."""
     told = asyncio.Event()
