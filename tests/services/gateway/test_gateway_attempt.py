@@ -14,6 +14,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
+from services.gateway.paying import Payer
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.keys import job_key
@@ -185,6 +186,25 @@ async def test_the_reward_that_brings_the_sum_out_of_the_range_is_refused(table:
         "with this one its rewards are 1.75 in all, outside the reward_range (-0.375, 1.25) of its environment"
     )
     assert play.setting.counters["rewards/refused"] == 2
+
+
+async def test_a_repetition_is_answered_also_where_an_earlier_release_took_too_much(
+    table: Table, codec: HermesCodec
+) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        _, episode = play.doors.now._open[KEY]
+        for token in ("a", "b"):
+            await llm.reward(0.75, turn=first.id, token=token)
+        episode.payer = Payer(None, -1.0, 1.0)
+        await llm.reward(0.75, turn=first.id, token="b")
+        assert "1.75 in all" in (await refused(llm.reward(0.25, turn=first.id))).message
+        await llm.reward(-0.5, turn=first.id)
+        return None
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run(limits={"retries": 0}) is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 1.0
 
 
 async def test_a_reward_that_leaves_no_finite_sum_is_refused(table: Table, codec: HermesCodec) -> None:
