@@ -254,7 +254,13 @@ class ShownCall(TypedDict):
 class ShownTurn(TypedDict):
     """One turn of an episode, as it was said."""
 
+    branch: int
     turn: int
+    parent: int | None
+    """The turn that it goes on from."""
+    reason: str | None
+    """Why it began a branch, where an agent asked for it."""
+    is_trained: bool
     num_actions: int
     versions: list[int]
     messages: list[ShownMessage]

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 
-from gspo_core.api_answers import EpisodeDetail, EpisodeSummary, ShownCall
+from gspo_core.api_answers import EpisodeDetail, EpisodeSummary, ShownCall, ShownTurn
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
 
 READABLE = ("ok", "unknown_tool")
+# The instructions of a coding agent, with its tools, are longer than what is said after them.
+MAX_SYSTEM_CHARS, MAX_TOOLS = 1000, 50
 
 
 def show(url: str, which: str, *, limit: int, step: int | None, max_reward: float | None, as_json: bool) -> int:
@@ -44,11 +46,14 @@ def _transcript(episode: EpisodeDetail) -> Iterator[str]:
     yield f"{episode['id']}: {episode['status']}, reward {_number(episode['reward'])}"
     if episode["note"]:
         yield episode["note"]
+    branch = 0
     for turn in episode["turns"]:
-        versions = ", ".join(map(str, turn["versions"]))
-        yield f"\n--- turn {turn['turn']}, {turn['num_actions']} tokens of version {versions}"
+        yield _heading(turn, begins_branch=turn["branch"] != branch)
+        branch = turn["branch"]
         for message in turn["messages"]:
-            if message["role"] != "system":
+            if message["role"] == "system":
+                yield from _system(message["text"])
+            else:
                 yield f"{message['role']}: {message['text']}"
         if turn["reasoning"]:
             yield f"policy thinks: {turn['reasoning']}"
@@ -58,6 +63,36 @@ def _transcript(episode: EpisodeDetail) -> Iterator[str]:
             yield f"policy calls {_call(call)}"
     if episode["stop_reason"]:
         yield f"\nended: {episode['stop_reason']}"
+
+
+def _heading(turn: ShownTurn, *, begins_branch: bool) -> str:
+    versions = ", ".join(map(str, turn["versions"]))
+    parts = [f"\n--- turn {turn['turn']}", f"{turn['num_actions']} tokens of version {versions}"]
+    if begins_branch:
+        reason = "" if turn["reason"] is None else f" ({turn['reason']})"
+        parts.append(f"a branch{reason}" + ("" if turn["parent"] is None else f" from turn {turn['parent']}"))
+    return ", ".join([*parts, *([] if turn["is_trained"] else ["not trained"])])
+
+
+def _system(text: str) -> Iterator[str]:
+    """Cut short, with the names of the tools that it offers."""
+    left_out = f" [... {len(text):,} characters in all]" if len(text) > MAX_SYSTEM_CHARS else ""
+    yield f"system: {text[:MAX_SYSTEM_CHARS]}{left_out}"
+    names = list(dict.fromkeys(filter(None, map(_tool_name, text.splitlines()))))
+    if names:
+        more = f" and {len(names) - MAX_TOOLS} more" if len(names) > MAX_TOOLS else ""
+        yield f"tools: {', '.join(names[:MAX_TOOLS])}{more}"
+
+
+def _tool_name(line: str) -> str | None:
+    """Of a line that holds the schema of a tool, as chat templates write them."""
+    try:
+        schema = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    function = schema.get("function", schema) if isinstance(schema, dict) else None
+    name = function.get("name") if isinstance(function, dict) and "parameters" in function else None
+    return name if isinstance(name, str) else None
 
 
 def _call(call: ShownCall) -> str:

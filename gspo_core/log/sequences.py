@@ -127,7 +127,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "reward/max": rewards.max(),
         }
     metrics |= {f"stop/{reason}": count for reason, count in stops.items()}
-    metrics |= _times(trajectories) | _held_back(trajectories) | _drift(trajectories)
+    metrics |= _times(trajectories) | _held_back(trajectories) | _drift(trajectories) | _refused(trajectories)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -157,6 +157,12 @@ def _drift(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         num_anew += num
     told = {f"branches/{reason}": float(count) for reason, count in reasons.items()}
     return told | {"branches/tokens_read_anew": float(num_anew)} if told else {}
+
+
+def _refused(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards that were posted while agents played, and that nobody may post or that left the range."""
+    num_refused = sum(one.outcome.metrics.get("rewards_refused", 0.0) for one in trajectories)
+    return {"rewards/refused": num_refused} if num_refused else {}
 
 
 def _held_back(trajectories: Sequence[Trajectory]) -> dict[str, float]:

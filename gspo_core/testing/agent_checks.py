@@ -17,6 +17,8 @@ from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split
 
 MAX_LOOKED_AT = 500
+# Of a prompt, which may hold a long task.
+MAX_SHOWN_CHARS = 4096
 
 
 async def examine_agent(environment: AgentEnvironment) -> AsyncIterator[Check]:
@@ -69,7 +71,7 @@ async def _tasks(environment: AgentEnvironment) -> Check:
 
 
 async def _judge(environment: AgentEnvironment, given: Mapping[str, JSON]) -> Check:
-    """Its prompt is made for the first task; it is not asked, for it would have nothing to judge."""
+    """Its prompt is made for the first task and shown; it is not asked, for it would have nothing to judge."""
     from pydantic import ValidationError
 
     from gspo_core.judge_spec import JudgeSpec, NoSuchField
@@ -77,14 +79,20 @@ async def _judge(environment: AgentEnvironment, given: Mapping[str, JSON]) -> Ch
     try:
         judge = JudgeSpec.model_validate(dict(given))
         task = json.loads(json.dumps(dict(await environment.task(Split.TRAIN, 0)))) if judge.asks_for_task else {}
-        judge.ask(lambda: "", "", task)
+        prompt = judge.ask(lambda: "{{conversation}}", "{{answer}}", task)
     except ValidationError as error:
         first = error.errors()[0]
         return Check("reward", Status.FAIL, f"agent.judge.{'.'.join(map(str, first['loc']))}: {first['msg']}")
     except (NoSuchField, TypeError, ValueError) as error:
         return Check("reward", Status.FAIL, f"agent.judge.prompt: {error}")
     where = urlsplit(judge.url).hostname
-    return Check("reward", Status.PASS, f"by {judge.model} of {where}, which is not asked here")
+    shown = f"by {judge.model} of {where}, which is not asked here; its prompt for the first task:\n{_indented(prompt)}"
+    return Check("reward", Status.PASS, shown)
+
+
+def _indented(text: str) -> str:
+    shown = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} [... {len(text):,} characters in all]"
+    return "\n".join(f"    {line}" for line in shown.splitlines())
 
 
 def _reward(environment: AgentEnvironment) -> Check:

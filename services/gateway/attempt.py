@@ -279,6 +279,7 @@ class AgentAttempt:
             "parse_errors": sum(entry.has_parse_error for entry in entries),
             "forks": sum(bool(entry.reason) for entry in entries),
             "untrained_turns": len(tape.untrained_turns),
+            "rewards_refused": self._episode.num_rewards_refused,
             "tokens_sampled": tape.num_sampled,
             "versions": len(tape.versions),
             "model_s": timings.engine_s,

@@ -87,6 +87,8 @@ class AgentEpisode:
         self._is_finished = False
         self.num_requests = 0
         """Of whatever kind: signs that the agent lives."""
+        self.num_rewards_refused = 0
+        """By this gateway."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -188,19 +190,31 @@ class AgentEpisode:
         async with self._writing:
             self._check_open()
             try:
-                self.payer.check(value, by_own_key=not pays)
+                rewards = self._with_one_more(value, turn, token, pays=pays)
             except Refusal:
-                self._setting.counters.add("rewards/refused")
+                self.count_refused_reward()
                 raise
-            number = self._answers.number_of(turn) if turn else None
-            if turn and not (number in self.history.entries and self._tape.turns[number].sampled):
-                raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
             self._check_room(len(token.encode()) + _REWARD_BYTES)
-            try:
-                self.rewards.add(value, number, token)
-            except RewardRefused as error:
-                raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
+            self.rewards = rewards
             await self._save()
+
+    def count_refused_reward(self) -> None:
+        self.num_rewards_refused += 1
+        self._setting.counters.add("rewards/refused")
+
+    def _with_one_more(self, value: float, turn: str, token: str, *, pays: bool) -> Rewards:
+        """Raises ``Refusal``."""
+        self.payer.check(value, by_own_key=not pays)
+        number = self._answers.number_of(turn) if turn else None
+        if turn and not (number in self.history.entries and self._tape.turns[number].sampled):
+            raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+        try:
+            rewards = self.rewards.with_one_more(value, number, token)
+        except RewardRefused as error:
+            raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
+        if rewards is not self.rewards:
+            self.payer.total_with(rewards.amounts)
+        return rewards
 
     async def finish(self) -> None:
         """It is kept before anybody hears of it."""

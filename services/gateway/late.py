@@ -33,7 +33,9 @@ MAX_REWARDS = 1024
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):
-    """An episode that has ended but for its reward. Nothing of it was paid before: else that would be its reward."""
+    """An episode that has ended but for its reward. Nothing of it was paid before: else that would be its reward.
+
+    Fields may be added with a default: records of earlier releases, which lack them, are read as well."""
 
     stop: StopReason
     cost: float
@@ -56,15 +58,13 @@ class EndedEpisode(msgspec.Struct, frozen=True):
         return found
 
     def end(self, last: Segment, posted: Sequence[PostedReward], final: float | None) -> Segment:
-        """The last segment with a reward; without a final one the episode was paid by the turn."""
+        """The last segment with a reward; without a final one the episode was paid by the turn. Raises ``Refusal``
+        where the sum of all leaves the range."""
         by_turn = {paid.turn: sum(one.value for one in posted if one.turn == paid.turn) for paid in posted}
         parts = {f"turn/{turn}": value for turn, value in sorted(by_turn.items())}
         if self.cost:
             parts["overlong"] = -self.cost
-        try:
-            reward = self.payer.total([final or 0.0, *by_turn.values()]) - self.cost
-        except ValueError as error:
-            raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
+        reward = self.payer.total_with([final or 0.0, *by_turn.values()]) - self.cost
         awaiting = last.outcome or Outcome(StopReason.NO_REWARD)
         untrained = tuple(turn for turn in last.untrained_turns if turn not in self._had_by(by_turn))
         metrics = {**awaiting.metrics, "untrained_turns": float(len(untrained))} if by_turn else awaiting.metrics
@@ -112,22 +112,28 @@ class LateRewards:
         return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
 
     async def _take(self, named: Named, awaited: AwaitedReward, value: float, turn: str, token: str) -> RewardWord:
-        attempt = named.attempt.number
         ended, last = EndedEpisode.decode(awaited.kept), decode(awaited.payload)
         keep_trying, seen = self._retrier.keep_trying, len(awaited.posted)
         try:
             ended.payer.check(value, by_own_key=not named.pays)
+            reward = _of_turn(named, ended, awaited, value, turn, token) if turn else None
+            posted = awaited.posted if reward is None else (*awaited.posted, reward)
+            end = to_append(ended.end(last, posted, None if turn else value), "")
         except Refusal:
             self._counters.add("rewards/refused")
             raise
-        if not turn:
-            end = to_append(ended.end(last, awaited.posted, value), "")
+        if reward is None:
             return await keep_trying(self._bus.settle_reward, end, token, seen=seen, now=self._now())
-        number = turn_number(attempt, turn)
-        if number is None or number not in ended.turns:
-            raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
-        if seen >= MAX_REWARDS:
-            raise Refusal(RefusalKind.OVER_BUDGET, f"this episode was paid {seen} times since its end: at most that")
-        reward = PostedReward(token, number, value)
-        end = to_append(ended.end(last, [*awaited.posted, reward], None), "")
         return await keep_trying(self._bus.post_reward, end, reward, seen=seen, now=self._now())
+
+
+def _of_turn(
+    named: Named, ended: EndedEpisode, awaited: AwaitedReward, value: float, turn: str, token: str
+) -> PostedReward:
+    """Raises ``Refusal``."""
+    number, seen = turn_number(named.attempt.number, turn), len(awaited.posted)
+    if number is None or number not in ended.turns:
+        raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+    if seen >= MAX_REWARDS:
+        raise Refusal(RefusalKind.OVER_BUDGET, f"this episode was paid {seen} times since its end: at most that")
+    return PostedReward(token, number, value)

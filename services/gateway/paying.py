@@ -1,7 +1,8 @@
 """Who may say what an episode is worth: its judge, whoever started its agent, or, where its job says so, the agent.
 
 Rule: the key by which an agent samples pays nothing unless the job trusts it with that; otherwise a policy that learns
-one request has solved every task. No reward leaves the range that the environment states. What is refused is counted.
+one request has solved every task. No reward leaves the range that the environment states, nor does the sum of those
+that were posted, at any time. What is refused is counted.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ class Payer(msgspec.Struct, frozen=True):
         if not self.lowest <= found <= self.highest:
             raise ValueError(f"its rewards are {found:g} in all, outside {self.range_text}")
         return found
+
+    def total_with(self, values: Iterable[float]) -> float:
+        """As ``total``, of all that is posted and of one that comes now. Raises ``Refusal``."""
+        try:
+            return self.total(values)
+        except ValueError as error:
+            raise Refusal(RefusalKind.INVALID, f"with this one {error}", param="reward") from None
 
 
 ANYBODY = Payer("posted")

@@ -141,7 +141,7 @@ class PulledAgent:
         if loan.state is not LoanState.FINISHED:
             self._lose("gave the episode back", "loans/released")
         if self._is_judged and loan.reward is not None:
-            self._setting.counters.add("rewards/refused")
+            self._episode.count_refused_reward()
         else:
             self._reward = loan.reward
 

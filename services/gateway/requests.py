@@ -23,6 +23,7 @@ from services.gateway.dialects.faults import Fault, fault_of, final
 from services.gateway.dialects.gemini import Gemini
 from services.gateway.dialects.gemini_paths import PREFIX, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
+from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.seats import Seats
 from services.gateway.streams import fault_reply
 from services.gateway.turns import Refusal, RefusalKind
@@ -53,8 +54,11 @@ def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
     """In whose shape an error is told where no dialect has read the request: that of the path, where it has one."""
     if is_gemini(path, headers):
         return Gemini()
-    is_openai = path.startswith(("/v1/chat/", "/v1/responses"))
-    is_anthropic = path.startswith("/v1/messages") or ("anthropic-version" in headers and not is_openai)
+    if path.startswith("/v1/responses"):
+        return OpenAIResponses()
+    is_anthropic = path.startswith("/v1/messages") or (
+        "anthropic-version" in headers and not path.startswith("/v1/chat/")
+    )
     return AnthropicMessages() if is_anthropic else OpenAIChat()
 
 

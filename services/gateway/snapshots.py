@@ -106,21 +106,26 @@ class Rewards:
     def __init__(self, posted: Sequence[Reward] = ()) -> None:
         self.posted = list(posted)
 
-    def add(self, value: float, turn: int | None, token: str) -> bool:
-        """Whether it is a new one. Raises ``RewardRefused``."""
+    def with_one_more(self, value: float, turn: int | None, token: str) -> Rewards:
+        """These themselves where it is one of them. Raises ``RewardRefused``."""
         if not math.isfinite(value):
             raise RewardRefused(f"a reward is a finite number, not {value}")
         known = next((one for one in self.posted if token and one.token == token), None)
         if known is None:
-            self.posted.append(Reward(token, turn, float(value)))
-        elif (known.turn, known.value) != (turn, value):
+            return Rewards([*self.posted, Reward(token, turn, float(value))])
+        if (known.turn, known.value) != (turn, value):
             raise RewardRefused("another reward was posted with this token")
-        return known is None
+        return self
 
     @property
     def final(self) -> float | None:
         """Of the whole episode: the last one stands."""
         return next((one.value for one in reversed(self.posted) if one.turn is None), None)
+
+    @property
+    def amounts(self) -> list[float]:
+        """Whose sum the episode is worth, as far as it was posted."""
+        return [self.final or 0.0, *self.by_turn().values()]
 
     def by_turn(self) -> dict[int, float]:
         sums: dict[int, float] = {}

@@ -359,6 +359,10 @@ class Bus:
         """Number of episodes waiting for a worker."""
         return int(await self._redis.zcard(job_key(job, "queue")))
 
+    async def num_offered(self, job: str) -> int:
+        """Number of episodes that wait for an agent to fetch them."""
+        return int(await self._redis.zcard(job_key(job, "offered")))
+
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
         """Keep an episode's world until it ends or restarts. Raises the same errors as ``append``."""
         await self._functions.call(

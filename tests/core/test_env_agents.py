@@ -459,6 +459,23 @@ def test_a_program_is_looked_for_and_its_tasks_must_fit_a_variable(agents: str) 
     assert "cannot be handed over" in found(validate(f"{agents}:Long", agent={"url": "https://a.example/"}))["tasks"]
 
 
+def test_a_judge_is_shown_with_its_prompt_for_the_first_task(agents: str) -> None:
+    """Where the episode will stand, its placeholder does."""
+    prompt = "Asked: {{task.word}}\n{{conversation}}\nScore {{answer}}"
+    judge = {"url": "https://api.example/v1", "model": "a-model", "prompt": prompt}
+    said = found(validate(f"{agents}:run", agent={"judge": judge}))["reward"]
+    assert said == (
+        "pass: by a-model of api.example, which is not asked here; its prompt for the first task:\n"
+        "    Asked: one\n    {{conversation}}\n    Score {{answer}}"
+    )
+    judge["prompt"] = "{{task.no}} {{answer}}"
+    assert "the task has no field no" in found(validate(f"{agents}:run", agent={"judge": judge}))["reward"]
+    judge["prompt"] = "x" * 60_000 + "{{answer}}"
+    long = found(validate(f"{agents}:run", agent={"judge": judge}))["reward"]
+    assert len(long) < 5000
+    assert long.endswith("x [... 60,010 characters in all]")
+
+
 def test_the_command_examines_an_agent(agents: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "validate", f"{agents}:run"]) == 0
     assert main(["env", "validate", f"{agents}:World", "--agent", '{"command": ["/no/such/program"]}']) == 1

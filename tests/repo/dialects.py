@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
+from services.gateway.dialects.openai_responses import LEFT_OUT
 from services.gateway.dialects.sent import Fields, Only, Rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "dialects.md"
@@ -22,14 +23,16 @@ HEAD = """# Dialects: what an agent may send, and what becomes of it
 The agent gateway speaks OpenAI's Chat Completions (`POST /v1/chat/completions`) and Responses (`POST /v1/responses`),
 Anthropic's Messages (`POST /v1/messages`, `POST /v1/messages/count_tokens`) and Google's Gemini API
 (`POST /v1beta/models/MODEL:generateContent`, `:streamGenerateContent?alt=sse` and `:countTokens`, also under `/v1/`),
-whole and as streams, and lists its models (`GET /v1/models`, `GET /v1beta/models`). The key of the episode is sent as
+whole and as streams, and lists its models (`GET /v1/models`, `GET /v1beta/models`), or tells of one
+(`GET /v1/models/MODEL`, `GET /v1beta/models/MODEL`). The key of the episode is sent as
 `Authorization: Bearer`, as `x-api-key` or as `x-goog-api-key`, whichever the client likes. A key in a URL (`?key=`) is
 refused.
 
 Nothing is passed over in silence. A field is acted on; or the job decides instead, and the answer names it in the
 header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, with the reason. A field that is not
 below is refused. With `agent.unsupported: say` a job has what would be refused passed over, and named in the same
-header: but for what stands in the conversation itself, and for what an answer is of no use without (`vital`). The name
+header: but for what stands in the conversation itself, and for what an answer is of no use without (`vital`); talk
+keys, which belong to no entry of a job's environments, have it refused always. The name
 of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise.
 
 Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
@@ -41,13 +44,18 @@ tokens. Their `id` (Gemini's `responseId`) is that of the turn, for a reward of 
 | no episode has this key | 401 `invalid_api_key` | 401 `authentication_error` | 401 `UNAUTHENTICATED` | no |
 | its limits are spent | 400 `rollout_stopped` | 400 `invalid_request_error` | 400 `FAILED_PRECONDITION` | no |
 | the prompt is too long | 400 `context_length_exceeded` | 400, "prompt is too long" | 400, "input token count" | no |
+| no such route, or model | 404 `not_found`, `model_not_found` | 404 `not_found_error` | 404 `NOT_FOUND` | no |
+| another method | 405 `method_not_allowed` | 405 `invalid_request_error` | 405 `INVALID_ARGUMENT` | no |
 | the episode is over, or another attempt's | 409 `episode_ended` | 409 `invalid_request_error` | 409 `ABORTED` | no |
-| not now | 503 `unavailable` | 529 `overloaded_error` | 503 `UNAVAILABLE` | yes, after `retry-after` |
+| its body is beyond 16 MiB | 413 `body_too_large` | 413 `request_too_large` | 413 `INVALID_ARGUMENT` | no |
+| too many at once | 429 `too_many_requests` | 429 `rate_limit_error` | 429 `RESOURCE_EXHAUSTED` | yes, later |
+| not now | 503 `unavailable` | 529 `overloaded_error` | 503 `UNAVAILABLE` | yes, later |
 
-Clients are told so by `x-should-retry`, which theirs obey. A request that a client marks as sent again
-(`x-stainless-retry-count`), or that has the `Idempotency-Key` of an earlier one, gets the answer of that one. While a
-stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`, and
-empty lines in Gemini's, whose clients take a comment for data. An error in its middle is told as the dialect tells it.
+Clients are told so by `x-should-retry`, and when by `retry-after`; theirs obey. A request that a client marks as sent
+again (`x-stainless-retry-count`), or that has the `Idempotency-Key` of an earlier one, gets the answer of that one.
+While a stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another
+`response.in_progress`, and empty lines in Gemini's, whose clients take a comment for data. An error in its middle is
+told as the dialect tells it.
 
 A stream tells a call, its name and all its arguments, when the end of the call was sampled, and goes on; what can not
 be read as a call is never begun as one. What stands behind a call and is none is told as text behind the calls. Calls
@@ -77,7 +85,11 @@ requests; vLLM does where the answer is asked for in the same pieces; SGLang pas
 
 A reward is `POST /v1/episode/reward`, by the episode's `reward_key`, with `reward` (a finite number), `turn` (the
 `id` of an answer; without it, the reward is the episode's) and `token` (any text: with an equal one it is the same
-reward again). `POST /v1/episode/finish` ends the episode.
+reward again). One that leaves the `reward_range` of the environment, or brings the sum of all posted out of it, is
+refused ([agents.md](agents.md#rewards)). `POST /v1/episode/finish` ends the episode.
+
+In Responses, tools that run at the provider (LEFT_OUT) are left out, and the answer names them, as `tools.web_search`;
+any other type of tool is refused by its name.
 
 In Gemini's dialect `model` and `stream` stand in the path; a body may say the same. Names of fields are taken as
 `functionCall` and as `function_call`, types of schemas as `OBJECT` and as `object`. Neighbouring contents of the model
@@ -91,7 +103,10 @@ This page is written by `make docs` from the table that the gateway reads
 
 
 def written() -> str:
-    return HEAD + "".join(f"\n## {name}\n\n" + "".join(section(fields)) for name, fields in TABLES.items())
+    left_out = ", ".join(f"`{kind}`" for kind in sorted(LEFT_OUT))
+    return HEAD.replace("LEFT_OUT", left_out) + "".join(
+        f"\n## {name}\n\n" + "".join(section(fields)) for name, fields in TABLES.items()
+    )
 
 
 def section(fields: Fields) -> Iterator[str]:

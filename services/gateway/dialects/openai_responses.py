@@ -8,6 +8,7 @@ comments reset no timer of clients that count events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolCall, ToolSchema
@@ -77,7 +78,15 @@ class OpenAIResponses:
         return ResponsesWriter(question, heading)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
-        return fault.status, {"error": error(fault)}
+        return fault.status, {"error": _error(fault)}
+
+
+# What an episode refuses by the name that other dialects have for it.
+_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+def _error(fault: Fault) -> JSON:
+    return error(replace(fault, param=_PARAMS.get(fault.param, fault.param)))
 
 
 # What a call says, by the type of its item: the name of the field, and of its events.
@@ -140,7 +149,7 @@ class ResponsesWriter:
         response["status"] = "failed"
         response["error"] = {"code": fault.code, "message": fault.message}
         # Some clients look for the one, some for the other.
-        return self._event("response.failed", {"response": response, "error": error(fault)})
+        return self._event("response.failed", {"response": response, "error": _error(fault)})
 
     def _lifecycle(self, state: str) -> bytes:
         return self._event(f"response.{state}", {"response": _response(self._question, self._heading, None)})

@@ -39,7 +39,7 @@ class StepProgress:
         if self._clock() < self._next:
             return
         self._next = self._clock() + RETELL_S
-        message = self._message(owed, ready)
+        message = self._message(owed, ready, await self._waits(owed))
         if message != self._told and await self._is_usual():
             self._told = message
             await self._context.services.status.waits(message)
@@ -58,7 +58,19 @@ class StepProgress:
             (shown.code, shown.message) == (usual.code, usual.message) or shown.message == self._told
         )
 
-    def _message(self, owed: Collection[int], ready: Collection[int]) -> str:
+    async def _waits(self, owed: Collection[int]) -> str:
+        """For whom episodes wait that nothing here can hasten: agents that fetch them, and those who reward them."""
+        context, found = self._context, ""
+        if any(one.agent is not None and one.agent.pull for one in context.spec.environments):
+            num_offered = await context.services.bus.num_offered(context.job)
+            if num_offered:
+                found += f"; {num_offered} episodes wait to be fetched (POST /v1/jobs/{context.job}/episodes:lease)"
+        deadline_s, num_waiting = context.spec.rewards.deadline_s, len(context.late.waiting(owed))
+        if deadline_s is not None and num_waiting:
+            found += f"; {num_waiting} groups wait for rewards (up to {deadline_s:g} s)"
+        return found
+
+    def _message(self, owed: Collection[int], ready: Collection[int], waits: str) -> str:
         spec = self._context.spec
         size, count = spec.rollout.group_size, spec.groups_per_step
         ended = sorted((size if group in ready else self._intake.num_ended(group) for group in owed), reverse=True)
@@ -66,18 +78,19 @@ class StepProgress:
         pace = 60 * num_turns / max(self._clock() - self._began, 1e-9)
         return (
             f"step {self._context.lineage.step + 1}: {sum(ended[:count])} of {size * count} episodes and "
-            f"{min(len(ready), count)} of {count} groups have ended; {pace:.0f} turns a minute{self._slow_part()}"
+            f"{min(len(ready), count)} of {count} groups have ended{waits}; "
+            f"{pace:.0f} turns a minute{self._slow_part(waits)}"
         )
 
     def _longest_start_s(self) -> float:
         spec = self._context.spec
         return max(spec.episode_limits(place).reset_timeout_s for place in range(len(spec.environments)))
 
-    def _slow_part(self) -> str:
+    def _slow_part(self, waits: str) -> str:
         """What the newest turns spent most of their time with."""
         turns = self._intake.newest_turns
         if not turns:
-            return f"; no turn has ended yet (a start may take {self._longest_start_s():.0f} s)"
+            return "" if waits else f"; no turn has ended yet (a start may take {self._longest_start_s():.0f} s)"
         parts = {
             "the model": statistics.median(one.engine_s for one in turns),
             "the environment": statistics.median(one.env_s for one in turns),

@@ -131,6 +131,8 @@ async def test_episodes_are_listed_and_read(
     assert main(["episodes", f"{job.id}/2/2", "--url", api.url]) == 0
     said = capsys.readouterr().out
     for text in (
+        "system: ",
+        "tools: calculate\n",
         "--- turn 1",
         "user: What is",
         "unreadable call (invalid_json)",

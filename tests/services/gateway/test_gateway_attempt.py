@@ -14,6 +14,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
+from services.gateway.paying import Payer
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.turns import Refusal, RefusalKind
 from services.hosts.session import SessionLost
@@ -170,15 +171,75 @@ async def test_no_reward_leaves_the_range_that_is_stated(table: Table, codec: He
     assert (await play.outcome()).reward is None
 
 
-async def test_rewards_without_a_finite_sum_are_none(table: Table, codec: HermesCodec) -> None:
+async def test_the_reward_that_brings_the_sum_out_of_the_range_is_refused(table: Table, codec: HermesCodec) -> None:
+    """Each alone is within it. What is refused counts for nothing, and a repetition is answered as before."""
+    told = []
+
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await llm.reward(0.5, turn=first.id, token="a")
+        await llm.reward(0.75, token="b")
+        told.append(await refused(llm.reward(0.5, turn=first.id, token="c")))
+        await llm.reward(0.5, turn=first.id, token="a")
+        told.append(await refused(llm.reward(-1.0, token="d")))
+        await llm.reward(0.25, token="e")  # in place of the last one
+        await llm.reward(0.5, turn=first.id, token="c")
+        await llm.reward(-0.25, turn=first.id)
+        return None
+
+    play = Play(table, codec, agent, "Hello.", reward_range=(-0.375, 1.25))
+    assert await play.run() is StopReason.COMPLETED
+    outcome = await play.outcome()
+    assert (outcome.reward, outcome.reward_parts) == (1.0, {"turn/0": 0.75})
+    assert [(one.kind, one.param) for one in told] == [(RefusalKind.INVALID, "reward")] * 2
+    assert told[0].message == (
+        "with this one its rewards are 1.75 in all, outside the reward_range (-0.375, 1.25) of its environment"
+    )
+    assert play.setting.counters["rewards/refused"] == 2
+
+
+async def test_a_repetition_is_answered_also_where_an_earlier_release_took_too_much(
+    table: Table, codec: HermesCodec
+) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        _, episode = play.doors.now._open[KEY]
+        for token in ("a", "b"):
+            await llm.reward(0.75, turn=first.id, token=token)
+        episode.payer = Payer(None, -1.0, 1.0)
+        await llm.reward(0.75, turn=first.id, token="b")
+        assert "1.75 in all" in (await refused(llm.reward(0.25, turn=first.id))).message
+        await llm.reward(-0.5, turn=first.id)
+        return None
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run(limits={"retries": 0}) is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 1.0
+
+
+async def test_a_reward_that_leaves_no_finite_sum_is_refused(table: Table, codec: HermesCodec) -> None:
     async def agent(llm: Client) -> float | None:
         first = await llm.say(HI)
         await llm.reward(1e308, turn=first.id)
-        await llm.reward(1e308, turn=first.id)
+        assert "no finite sum" in (await refused(llm.reward(1e308, turn=first.id))).message
         return 0.0
 
     play = Play(table, codec, agent, "Hello.")
-    assert await play.run(limits={"retries": 0}) is StopReason.ENV_ERROR
+    assert await play.run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 1e308
+
+
+async def test_what_is_refused_is_told_with_the_episode(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await refused(llm.pay_oneself(0.5))
+        await refused(llm.reward(0.5, turn=f"{first.id}0"))
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.")
+    await play.run()
+    assert (await play.outcome()).metrics["rewards_refused"] == 2
+    assert play.setting.counters["rewards/refused"] == 2
 
 
 async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, codec: HermesCodec) -> None:

@@ -45,9 +45,9 @@ async def busy_episode(codec: HermesCodec, turn_rewards: dict[int, float]) -> Tr
     return Trajectory((*one.records.segments(), end))
 
 
-def plain_episode() -> Trajectory:
+def plain_episode(member: int = 1) -> Trajectory:
     """Of another member: one turn of five tokens, worth nothing."""
-    key = EpisodeKey(JOB, 0, 1)
+    key = EpisodeKey(JOB, 0, member)
     return Trajectory((segment(key, 0, 0, 5, outcome=Outcome(StopReason.COMPLETED, 0.0)),))
 
 
@@ -163,6 +163,17 @@ async def test_a_step_tells_why_branches_began_and_what_was_read_anew(codec: Her
     assert not any(
         name.startswith("branches/") for name in group_metrics([Group(JOB, 0, Split.TRAIN, 0, 2, (plain_episode(),))])
     )
+
+
+def test_a_step_tells_how_many_rewards_were_refused() -> None:
+    def told(*refused: float) -> float | None:
+        ends = [Outcome(StopReason.COMPLETED, 0.0, metrics={"rewards_refused": one}) for one in refused]
+        keys = [EpisodeKey(JOB, 0, member) for member in range(len(ends))]
+        episodes = [Trajectory((segment(key, 0, 0, 5, outcome=end),)) for key, end in zip(keys, ends, strict=True)]
+        group = Group(JOB, 0, Split.TRAIN, 0, 3, (*episodes, plain_episode(2)))
+        return group_metrics([group]).get("rewards/refused")
+
+    assert (told(2.0, 1.0), told(0.0, 0.0)) == (3.0, None)
 
 
 def _num_alike(one: list[int], other: list[int]) -> int:

@@ -109,7 +109,7 @@ async def test_a_refusal_has_its_own_status_as_long_as_nothing_was_sent(speaker:
 
 
 async def test_a_conversation_that_is_too_long_is_called_what_clients_look_for():
-    refusal = Refusal(RefusalKind.TOO_LONG, "300 tokens > 200 maximum")
+    refusal = Refusal(RefusalKind.TOO_LONG, "300 tokens > 200 maximum", param="messages")
     async with serving(FakeTurns([refusal] * len(SPEAKERS))) as gateway:
         told = {}
         for name, speaker in SPEAKERS.items():
@@ -120,11 +120,12 @@ async def test_a_conversation_that_is_too_long_is_called_what_clients_look_for()
     assert told["messages"]["message"] == "prompt is too long: 300 tokens > 200 maximum"
     assert told["gemini"]["message"].startswith("The input token count exceeds the maximum number of tokens allowed")
     assert told["chat"]["code"] == told["responses"]["code"] == "context_length_exceeded"
+    assert (told["chat"]["param"], told["responses"]["param"]) == ("messages", "input")
 
 
 @EVERY
 async def test_an_error_after_the_beginning_of_a_stream_is_told_in_the_stream(speaker: Speaker):
-    gate, refusal = asyncio.Event(), Refusal(RefusalKind.ENDED, "it is over")
+    gate, refusal = asyncio.Event(), Refusal(RefusalKind.ENDED, "it is over", param="messages")
     turns = FakeTurns([Scripted(pieces=texts(["Well"]), gate=gate, refusal=refusal)])
     async with serving(turns, PATIENT) as gateway:
         body = body_of(speaker, stream=True)
@@ -142,7 +143,7 @@ async def test_an_error_after_the_beginning_of_a_stream_is_told_in_the_stream(sp
     elif speaker.path == "/v1/responses":
         assert (name, last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"] == {"code": "episode_ended", "message": "it is over"}
-        assert last["error"]["message"] == "it is over"
+        assert (last["error"]["message"], last["error"]["param"]) == ("it is over", "input")
     else:
         assert speaker.error(last) == "it is over"
         assert "[DONE]" not in read

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from services.gateway import late
 from services.gateway.door import Door
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
+from services.gateway.paying import ANYBODY, Payer
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
@@ -70,7 +72,14 @@ async def two_turns(llm: Client) -> None:
     await llm.say(HI, said(first), user("how are you?"))
 
 
-async def play(table: Table, codec: HermesCodec, now: Hours, behavior: Behavior = two_turns, **spec: Any) -> Played:
+async def play(
+    table: Table,
+    codec: HermesCodec,
+    now: Hours,
+    behavior: Behavior = two_turns,
+    reward_range: tuple[float, float] | None = None,
+    **spec: Any,
+) -> Played:
     keys: list[str] = []
 
     async def agent(llm: Client) -> float | None:
@@ -84,7 +93,9 @@ async def play(table: Table, codec: HermesCodec, now: Hours, behavior: Behavior 
     await table.dispatch()
     (lease,) = await table.lease()
     rewards = {"rewards": {"deadline_s": HOUR}} | spec
-    stop = await Episode(setting, agent_order(lease, AgentWorld(agent, doors), **rewards)).run()
+    stop = await Episode(
+        setting, agent_order(lease, AgentWorld(agent, doors, reward_range=reward_range), **rewards)
+    ).run()
     return Played(table, policy, keys[-1], setting.counters, stop)
 
 
@@ -303,6 +314,34 @@ async def test_a_turn_that_was_had_is_trained_also_where_its_reward_is_late(tabl
     last = (await played.record())[-1]
     assert last.outcome is not None
     assert (last.untrained_turns, last.outcome.reward, last.outcome.metrics["untrained_turns"]) == ((), 1.5, 0)
+
+
+async def test_late_rewards_do_not_leave_the_range_together(table: Table, codec: HermesCodec) -> None:
+    """Nor does one that was refused end the wait."""
+    now = Hours()
+    played = await play(table, codec, now, reward_range=(0.0, 1.0))
+    door = gateway(table.bus, now)
+    await door.reward(played.key, 0.75, turn="turn-0-0", token="a")
+    for named in ({"turn": "turn-0-1"}, {}):
+        with pytest.raises(Refusal, match=r"its rewards are 1\.25 in all, outside the reward_range") as told:
+            await door.reward(played.key, 0.5, **named)
+        assert (told.value.kind, told.value.param) == (RefusalKind.INVALID, "reward")
+    await door.reward(played.key, 0.75, turn="turn-0-0", token="a")
+    assert door.late is not None
+    assert door.late._counters["rewards/refused"] == 2
+    await door.reward(played.key, 0.25)
+    outcome = (await played.record())[-1].outcome
+    assert outcome is not None
+    assert outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("missing", [("payer",), ("payer", "untrained")])
+def test_what_an_earlier_release_kept_is_read(missing: tuple[str, ...]) -> None:
+    """It took rewards from anybody and within no range."""
+    kept = msgspec.msgpack.decode(EndedEpisode(StopReason.MAX_TURNS, 0.25, [0, 1], Payer("judge")).encode())
+    ended = EndedEpisode.decode(msgspec.msgpack.encode({name: kept[name] for name in kept.keys() - set(missing)}))
+    assert ended == EndedEpisode(StopReason.MAX_TURNS, 0.25, [0, 1], ANYBODY)
+    ended.payer.check(1e6, by_own_key=True)
 
 
 def test_who_is_paid_late_had_all_that_it_goes_on_from() -> None:

@@ -139,9 +139,10 @@ async def test_one_episode_is_lent_once_and_a_lost_answer_gives_it_again(table: 
 async def test_waiting_for_an_agent_is_no_time_of_the_episode(table: Table, codec: HermesCodec) -> None:
     shop = Shop(table, codec)
     running = asyncio.create_task((await shop.open(limits={"episode_timeout_s": 60})).run())
-    await until_true(lambda: table.redis.zcard(job_key(JOB, "offered")))
+    await until_true(lambda: table.bus.num_offered(JOB))
     shop.now += 100_000.0
     lent = await shop.fetch()
+    assert await table.bus.num_offered(JOB) == 0
     await until(lambda: shop.setting.counters["loans/lent"] == 1)
     shop.now += 1.0
     await shop.loans.finish(JOB, lent.loan.id, 1.0)

@@ -24,15 +24,22 @@ class Clock:
 
 
 class Stage:
-    def __init__(self, store: Store, claim: Claim) -> None:
+    def __init__(self, store: Store, claim: Claim, **spec: Any) -> None:
         self.store, self.claim, self.clock = store, claim, Clock()
         self.intake = SimpleNamespace(num_turns=7, newest_turns=[], num_ended=lambda group: {0: 3, 1: 2, 2: 1}[group])
         status = JobStatusBoard(store, claim)
-        services = SimpleNamespace(intake=self.intake, clock=self.clock, status=status, store=store)
-        spec = make_spec(groups_per_step=2, rollout={"group_size": 4})
-        context: Any = SimpleNamespace(services=services, spec=spec, job=claim.job_id, lineage=SimpleNamespace(step=6))
+        self.offered, self.waiting = 0, set[int]()
+        services = SimpleNamespace(intake=self.intake, clock=self.clock, status=status, store=store, bus=self)
+        given = make_spec(groups_per_step=2, rollout={"group_size": 4}, **spec)
+        late = SimpleNamespace(waiting=lambda owed: self.waiting.intersection(owed))
+        lineage = SimpleNamespace(step=6)
+        context: Any = SimpleNamespace(services=services, spec=given, job=claim.job_id, lineage=lineage, late=late)
         self.progress = StepProgress(context)
         self.progress.begin()
+
+    async def num_offered(self, job: str) -> int:
+        assert job == self.claim.job_id
+        return self.offered
 
     async def look(self, after_s: float) -> str:
         self.clock.now += after_s
@@ -63,6 +70,23 @@ async def test_a_step_that_takes_long_says_how_far_it_has_come(stage: Stage) -> 
     assert (await stage.look(1)).endswith("turns a minute, most of each for the environment (4.0 s)")
     await stage.progress.end()
     assert await stage.said() == "episodes are running"
+
+
+async def test_it_says_what_waits_for_others(store: Store, claim: Claim) -> None:
+    await store.jobs.set_status(claim.job_id, "running", token=claim.token)
+    pulled = [{"ref": "tests:agent", "agent": {"pull": True}}]
+    stage = Stage(store, claim, environments=pulled, rewards={"deadline_s": 7200})
+    stage.offered = 5
+    fetched = f"; 5 episodes wait to be fetched (POST /v1/jobs/{claim.job_id}/episodes:lease)"
+    ended = "step 7: 7 of 8 episodes and 1 of 2 groups have ended"
+    assert await stage.look(QUIET_S) == f"{ended}{fetched}; 0 turns a minute"
+    stage.waiting = {1, 2, 9}
+    rewarded = "; 2 groups wait for rewards (up to 7200 s)"
+    assert await stage.look(RETELL_S) == f"{ended}{fetched}{rewarded}; 0 turns a minute"
+    stage.offered = 0
+    assert await stage.look(RETELL_S) == f"{ended}{rewarded}; 0 turns a minute"
+    stage.waiting = set()
+    assert "wait" not in await stage.look(RETELL_S)
 
 
 async def test_it_talks_over_nobody(stage: Stage) -> None:
