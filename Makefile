@@ -150,7 +150,7 @@ $(AGENTS)/%/ready: Makefile
 PLAY_FLAGS ?=
 
 test-agents: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## agents written with openai, anthropic, google-genai, openai-agents, LangGraph, smolagents, verifiers, unmodified
-	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/services/gateway/test_gateway_genai.py tests/play/test_play_packages.py
+	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/services/gateway/test_gateway_genai.py tests/services/gateway/test_gateway_schemas.py tests/play/test_play_packages.py
 
 play: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept
 	$(BIN)/python -m tests.play --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)

@@ -245,7 +245,8 @@ def _model_of_openai(name: str) -> JSON:
 
 
 def _model_of_anthropic(name: str) -> JSON:
-    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    known = {"display_name": name, "lifecycle": "active", "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, "type": "model", **known}
 
 
 def _model_of_gemini(name: str) -> JSON:

@@ -32,9 +32,7 @@ _STOP_REASONS: Mapping[Finish, str] = {"stop": "end_turn", "length": "max_tokens
 
 
 # Required by the schema of this dialect; nothing of it is here.
-_UNCOUNTED: Mapping[str, JSON] = dict.fromkeys(
-    ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
-)
+_UNCOUNTED: Mapping[str, JSON] = dict.fromkeys(("cache_creation", "inference_geo", "service_tier"))
 
 
 class AnthropicMessages:
@@ -138,7 +136,7 @@ class MessagesWriter:
         delta: JSON = {
             "type": "message_delta",
             "delta": _end(answer),
-            "usage": _usage(answer.usage),
+            "usage": _counts(answer.usage),
             "policy_version": spans(answer.versions),
         }
         return out + event(delta, "message_delta") + event({"type": "message_stop"}, "message_stop")
@@ -304,11 +302,16 @@ def _end(answer: Answer) -> dict[str, JSON]:
 
 
 def _usage(usage: Usage) -> JSON:
+    return {**_counts(usage), **_UNCOUNTED}
+
+
+def _counts(usage: Usage) -> dict[str, JSON]:
     """The three counts of the prompt add up to it."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_stored_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_stored_tokens,
         "output_tokens": usage.num_sampled_tokens,
-        **_UNCOUNTED,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+        "server_tool_use": None,
     }
