@@ -72,7 +72,8 @@ async def _judge(environment: AgentEnvironment, given: Mapping[str, JSON]) -> Ch
     """Its prompt is made for the first task; it is not asked, for it would have nothing to judge."""
     from pydantic import ValidationError
 
-    from gspo_core.judge_spec import JudgeSpec, NoSuchField
+    from gspo_core.judge_spec import JudgeSpec
+    from gspo_core.placeholders import NoSuchField
 
     try:
         judge = JudgeSpec.model_validate(dict(given))
