@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -27,8 +29,9 @@ from gspo_core.env.acp_run import AcpStart, acp_run
 from services.process.telemetry import configure_logging
 from services.state.client import connect
 from services.state.server import RedisServer
+from tests.apparatus.processes import processes_of
 from tests.play.harnesses import HARMLESS, HARNESSES, Harness
-from tests.play.observed import goes_on, observed
+from tests.play.observed import given_up, goes_on, observed
 from tests.play.run import qwen_codec
 from tests.play.stage import Part, set_up
 from tests.play.verdict import reasons_of
@@ -85,7 +88,7 @@ class Player:
         command = ["env", *(f"{name}={value}" for name, value in set_to.items())]
         command += self._harness.words(llm, home, "", False)
         work = home / "work"
-        run = acp_run(command, acp, {"prompts": list(prompts)}, llm, work, work, limits=Timeouts())
+        run = acp_run(command, acp, {"prompts": list(prompts)}, llm, work, work, limits=Timeouts(reset_timeout_s=RUN_S))
         running = asyncio.create_task(asyncio.to_thread(run.run))
         try:
             async with asyncio.timeout(RUN_S):
@@ -94,6 +97,10 @@ class Player:
             run.cancel()
             await asyncio.wait({running})
             raise AssertionError(f"it has not ended in {RUN_S:g} s") from None
+        finally:
+            for left in processes_of(home):  # in a job they end with the process of their episode
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(left.name), signal.SIGKILL)
 
     async def _run(self, llm: Llm, home: Path, task: str, *, goes_on: bool) -> str:
         words = self._harness.words(llm, home, task, goes_on)
@@ -135,7 +142,7 @@ def faults_of(part: Part) -> list[str]:
     if part.policy.cues:
         found.append(f"{len(part.policy.cues)} turns were never asked for")
     asked = {one.turn: one.asked for one in part.record if one.asked is not None}
-    for turn, before in goes_on(observed(part.requests)).items():
+    for turn, before in goes_on(observed(part.requests), given_up(part.requests)).items():
         if turn in asked and asked[turn].reason:
             found.append(f"turn {turn} goes on from turn {before} and began a branch: {asked[turn].reason}")
     return found

@@ -74,7 +74,8 @@ def codex(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
     folder = home / ".codex"
     folder.mkdir(exist_ok=True)
     provider = f'name = "gspo"\nbase_url = "{llm.base_url}"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
-    model = 'model = "policy"\nmodel_provider = "gspo"\n'
+    # What its sandbox is made of is not on every machine; the adapter has no other way to say it than this file.
+    model = 'model = "policy"\nmodel_provider = "gspo"\nsandbox_mode = "danger-full-access"\n'
     (folder / "config.toml").write_text(f"{model}[model_providers.gspo]\n{provider}")
     how = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     return [_bin("codex"), "exec", *(["resume", "--last"] if goes_on else []), *how, task]
