@@ -16,6 +16,8 @@ from gspo_core.json_value import JSON
 from gspo_core.types import Split
 from tests.patience import HANG_S
 
+# Each way to end a program is waited for during a fifth of it, on a busy machine too.
+CLOSE_S = 25.0
 LLM = Llm("http://127.0.0.1:1/v1", "ep_secret", episode="job-1/0/0/0")
 
 PRELUDE = """
@@ -110,7 +112,7 @@ def acp_environment(
 @asynccontextmanager
 async def played_session(environment: Any, llm: Llm = LLM) -> AsyncIterator[Any]:
     """An episode of its first task, whose agent has ended."""
-    session = environment.session(limits=Timeouts(reset_timeout_s=HANG_S))
+    session = environment.session(limits=Timeouts(reset_timeout_s=HANG_S, close_timeout_s=CLOSE_S))
     session.offer(llm)
     session.keep_evidence(1 << 21)
     try:

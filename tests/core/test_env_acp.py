@@ -373,7 +373,7 @@ def prompt(text):
     while True:
         time.sleep(1)
 """
-    session = await cancelled(acp_environment(tmp_path, body), mark, close_timeout_s=1)
+    session = await cancelled(acp_environment(tmp_path, body), mark, close_timeout_s=5)
     assert (session.close_failure, session.is_stuck) == (None, False)
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
