@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
+from gspo_core.acp_spec import AcpSpec
 from gspo_core.documented import Documented, FreeForm
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.outbound import MAX_URL_CHARS
@@ -164,6 +165,9 @@ class AgentSpec(Documented):
     command: Annotated[tuple[_Word, ...], Field(min_length=1, max_length=MAX_WORDS)] | None = None
     """A program and its arguments, started with the task, base URL and key in environment variables. `ref` names what
     has the tasks."""
+    acp: AcpSpec | None = Field(default=None, exclude_if=is_none)
+    """The program of `command` is spoken to by the Agent Client Protocol: it is asked the task in a session of its own.
+    `{}` is enough."""
     pull: bool = False
     """Nothing is started: agents fetch the episodes by themselves, with `POST /v1/jobs/{id}/episodes:lease`. `ref`
     names what has the tasks, or a function beside them."""
@@ -193,6 +197,8 @@ class AgentSpec(Documented):
             raise ValueError(f"rewards: {self.rewards} leaves nothing to a judge: give no reward and no judge")
         if (self.url is not None) + (self.command is not None) + self.pull > 1:
             raise ValueError("give one of url, command and pull")
+        if self.acp is not None and self.command is None:
+            raise ValueError("acp says how a program is spoken to: give command too")
         return self
 
     @property

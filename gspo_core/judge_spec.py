@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from gspo_core.documented import Documented, FreeForm
 from gspo_core.json_value import JSON
 from gspo_core.outbound import MAX_URL_CHARS
+from gspo_core.placeholders import TASK_NAME, filled, names_in
 
-_PLACEHOLDER = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
-_NAME = re.compile(r"conversation|answer|task(\.[A-Za-z0-9_-]+)*")
+_NAMES = ("conversation", "answer")
 _NUMBER = re.compile(r"[\s*:=]*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(?![0-9.]*[0-9])")
 # Fields of the request that the job, or the number that is read, decides.
 _OURS = frozenset({"model", "messages", "stream", "n"})
@@ -32,18 +32,14 @@ class NoScore(ValueError):
     """The answer holds no score. The text says why."""
 
 
-class NoSuchField(ValueError):
-    """The prompt names a field that the task lacks."""
-
-
 def _prompt(text: str) -> str:
-    names = [found[1] for found in _PLACEHOLDER.finditer(text)]
+    names = names_in(text)
     for name in names:
-        if not _NAME.fullmatch(name):
+        if name not in _NAMES and not TASK_NAME.fullmatch(name):
             raise ValueError(
                 f"there is no {{{{{name}}}}}; use {{{{conversation}}}}, {{{{answer}}}} or {{{{task.FIELD}}}}"
             )
-    if not {"conversation", "answer"} & set(names):
+    if not set(_NAMES) & set(names):
         raise ValueError("the judge sees nothing of the episode: write {{conversation}} or {{answer}} into it")
     return text
 
@@ -90,23 +86,11 @@ class JudgeSpec(Documented):
 
     @property
     def asks_for_task(self) -> bool:
-        return any(found[1].startswith("task") for found in _PLACEHOLDER.finditer(self.prompt))
+        return any(name.startswith("task") for name in names_in(self.prompt))
 
     def ask(self, conversation: Callable[[], str], answer: str, task: Mapping[str, JSON]) -> str:
         """The prompt for one episode. Raises ``NoSuchField``."""
-
-        def said(found: re.Match[str]) -> str:
-            name, *path = found[1].split(".")
-            if name != "task":
-                return conversation() if name == "conversation" else answer
-            value: JSON = dict(task)
-            for part in path:
-                if not isinstance(value, dict) or part not in value:
-                    raise NoSuchField(f"the task has no field {'.'.join(path)}, which the judge's prompt names")
-                value = value[part]
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-        return _PLACEHOLDER.sub(said, self.prompt)
+        return filled(self.prompt, task, {"conversation": conversation, "answer": lambda: answer})
 
     def score(self, text: str) -> float:
         """Raises ``NoScore``."""

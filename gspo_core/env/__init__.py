@@ -3,7 +3,8 @@
 Read in this order: ``contract`` (the interface), ``plain`` (a user's class behind it), ``session`` (an episode on it),
 ``tools`` (schema, arguments, results), ``dialect`` (the words of the answers), ``prompt`` (the first messages),
 ``calls`` (deadlines, threads), ``loading`` (import strings). Other forms than a class: ``functions``, ``trl``, and
-agents that own their loop: ``agents``, ``agent_runs``, ``agent_urls``.
+agents that own their loop: ``agents``, ``agent_runs``, ``agent_urls``, and ``acp_run`` with its ``acp_client`` and
+``acp_messages``.
 """
 
 from gspo_core.env.agent_runs import Llm

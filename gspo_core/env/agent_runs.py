@@ -120,9 +120,9 @@ class CommandRun:
             status = self._process.wait()
             if status:
                 how = f"signal {-status}" if status < 0 else f"exit status {status}"
-                words = _end_of(errors, MAX_LAST_WORDS_BYTES) or _end_of(output, MAX_LAST_WORDS_BYTES)
+                words = end_of(errors, MAX_LAST_WORDS_BYTES) or end_of(output, MAX_LAST_WORDS_BYTES)
                 raise AgentFailed(f"{self._command[0]} ended with {how}: {words.strip() or 'no output'}")
-            return _end_of(output, MAX_OUTPUT_BYTES)
+            return end_of(output, MAX_OUTPUT_BYTES)
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -166,7 +166,8 @@ def variables_for(task: Mapping[str, JSON], llm: Llm) -> dict[str, str]:
     }
 
 
-def _end_of(file: IO[bytes], most_bytes: int) -> str:
+def end_of(file: IO[bytes], most_bytes: int) -> str:
+    """The last bytes of it, as text."""
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - most_bytes))
     return file.read(most_bytes).decode("utf-8", "replace")

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from gspo_core.env.acp_run import AcpStart, acp_run
 from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
@@ -59,6 +60,8 @@ class AgentStart:
     """The model that does, as a job has it. Nothing here asks it."""
     rewards: str | None = None
     """Where the job says that rewards come from."""
+    acp: AcpStart | None = None
+    """How the program is spoken to, where it speaks the Agent Client Protocol."""
 
     @classmethod
     def from_json(cls, given: Mapping[str, JSON]) -> AgentStart:
@@ -66,7 +69,7 @@ class AgentStart:
         words = [str(word) for word in command] if isinstance(command, list | tuple) else None
         reward = given.get("reward")
         place, named = str(url) if url is not None else None, str(reward) if reward is not None else None
-        judge, rewards = given.get("judge"), given.get("rewards")
+        judge, rewards, acp = given.get("judge"), given.get("rewards"), given.get("acp")
         return cls(
             place,
             words,
@@ -74,6 +77,7 @@ class AgentStart:
             named,
             judge if isinstance(judge, dict) else None,
             str(rewards) if rewards is not None else None,
+            AcpStart.from_json(acp) if isinstance(acp, Mapping) else None,
         )
 
     @property
@@ -334,6 +338,9 @@ class AgentEpisode:
         start = environment.start
         if start.url is not None:
             return UrlRun(start.url, task, llm, patience_s=self._limits.reset_timeout_s)
+        if start.command is not None and start.acp is not None:
+            folders = environment.folder, self._folder()
+            return acp_run(start.command, start.acp, task, llm, *folders, limits=self._limits)
         if start.command is not None:
             return CommandRun(start.command, task, llm, folder=environment.folder, scratch=self._folder())
         function = environment.function

@@ -44,7 +44,8 @@ def _start(environment: AgentEnvironment) -> Check:
     found = shutil.which(program) or shutil.which(program, path=str(environment.folder))
     if found is None and not (environment.folder / program).is_file():
         return Check("start", Status.FAIL, f"there is no program {program} on the PATH nor in {environment.folder}")
-    return Check("start", Status.PASS, f"{program} is there; it runs in {environment.folder}")
+    spoken = "" if start.acp is None else " and is spoken to by the Agent Client Protocol"
+    return Check("start", Status.PASS, f"{program} is there; it runs in {environment.folder}{spoken}")
 
 
 async def _tasks(environment: AgentEnvironment) -> Check:
@@ -57,6 +58,8 @@ async def _tasks(environment: AgentEnvironment) -> Check:
                 task = await environment.task(split, index)
                 if not environment.start.is_function:
                     variables_for(task, Llm("", ""))
+                if environment.start.acp is not None:
+                    environment.start.acp.prompts_for(task)
             except EnvironmentFailed as failure:
                 return Check("tasks", Status.FAIL, failure.reason)
             except AgentFailed as error:
@@ -74,7 +77,8 @@ async def _judge(environment: AgentEnvironment, given: Mapping[str, JSON]) -> Ch
     """Its prompt is made for the first task and shown; it is not asked, for it would have nothing to judge."""
     from pydantic import ValidationError
 
-    from gspo_core.judge_spec import JudgeSpec, NoSuchField
+    from gspo_core.judge_spec import JudgeSpec
+    from gspo_core.placeholders import NoSuchField
 
     try:
         judge = JudgeSpec.model_validate(dict(given))

@@ -21,8 +21,9 @@ from gspo_core.env import EnvironmentFailed, Llm, Start
 from gspo_core.env.agents import NO_REWARD
 from gspo_core.evidence import JUDGE, gathered
 from gspo_core.json_value import JSON
-from gspo_core.judge_spec import JudgeSpec, NoScore, NoSuchField
+from gspo_core.judge_spec import JudgeSpec, NoScore
 from gspo_core.outbound import AddressRefused
+from gspo_core.placeholders import NoSuchField
 from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
 from services.episodes.counters import Counters

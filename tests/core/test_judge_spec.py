@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gspo_core.judge_spec import JudgeSpec, NoScore, NoSuchField
+from gspo_core.judge_spec import JudgeSpec, NoScore
+from gspo_core.placeholders import NoSuchField
 from gspo_core.spec import AgentSpec
 
 GIVEN = {"url": "https://judge.example/v1", "model": "m", "prompt": "How good is {{answer}}?"}

@@ -1,17 +1,19 @@
 """``python -m tests.play.harness_play [--seed N] [--episodes N] [NAME ...]``: coding agents play random episodes.
 
 Each is the unmodified program (``make harnesses`` installs them), started in a folder of its own and told to go on
-there once or twice. The gateway and its queue are real; what the policy says is drawn, since a model that could drive
-them all does not fit a laptop.
+there once or twice; those with ``(ACP)`` in their names are asked as often in one session of that protocol. The gateway
+and its queue are real; what the policy says is drawn, since a model that could drive them all does not fit a laptop.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -22,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import services.episodes.outbox
-from gspo_core.env import Llm
+from gspo_core.env import Llm, Timeouts
+from gspo_core.env.acp_run import AcpStart, acp_run
 from services.process.telemetry import configure_logging
 from services.state.client import connect
 from services.state.server import RedisServer
+from tests.apparatus.processes import processes_of
 from tests.play.harnesses import HARMLESS, HARNESSES, Harness
-from tests.play.observed import goes_on, observed
+from tests.play.observed import given_up, goes_on, observed
 from tests.play.run import qwen_codec
 from tests.play.stage import Part, set_up
 from tests.play.verdict import reasons_of
@@ -67,11 +71,36 @@ class Player:
         work = home / "work"
         work.mkdir(parents=True)
         (work / "a.txt").write_text("one\ntwo\n")
-        said = []
+        said: list[str] = []
+        if self._harness.acp is not None:
+            for run in task["runs"]:
+                await asyncio.to_thread(_direct, llm, run)
+            prompts = [f"Look around ({number})." for number in range(len(task["runs"]))]
+            return {"said": [await self._speak(self._harness.acp, llm, home, prompts)]}
         for number, run in enumerate(task["runs"]):
             await asyncio.to_thread(_direct, llm, run)
             said.append(await self._run(llm, home, f"Look around ({number}).", goes_on=number > 0))
         return {"said": said}
+
+    async def _speak(self, acp: AcpStart, llm: Llm, home: Path, prompts: Sequence[str]) -> str:
+        """One session, as a job's would be."""
+        set_to = {"HOME": str(home), **HARMLESS, **self._harness.env(llm)}
+        command = ["env", *(f"{name}={value}" for name, value in set_to.items())]
+        command += self._harness.words(llm, home, "", False)
+        work = home / "work"
+        run = acp_run(command, acp, {"prompts": list(prompts)}, llm, work, work, limits=Timeouts(reset_timeout_s=RUN_S))
+        running = asyncio.create_task(asyncio.to_thread(run.run))
+        try:
+            async with asyncio.timeout(RUN_S):
+                return str(await asyncio.shield(running))[-LAST_CHARS:]
+        except TimeoutError:
+            run.cancel()
+            await asyncio.wait({running})
+            raise AssertionError(f"it has not ended in {RUN_S:g} s") from None
+        finally:
+            for left in processes_of(home):  # in a job they end with the process of their episode
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(left.name), signal.SIGKILL)
 
     async def _run(self, llm: Llm, home: Path, task: str, *, goes_on: bool) -> str:
         words = self._harness.words(llm, home, task, goes_on)
@@ -113,7 +142,7 @@ def faults_of(part: Part) -> list[str]:
     if part.policy.cues:
         found.append(f"{len(part.policy.cues)} turns were never asked for")
     asked = {one.turn: one.asked for one in part.record if one.asked is not None}
-    for turn, before in goes_on(observed(part.requests)).items():
+    for turn, before in goes_on(observed(part.requests), given_up(part.requests)).items():
         if turn in asked and asked[turn].reason:
             found.append(f"turn {turn} goes on from turn {before} and began a branch: {asked[turn].reason}")
     return found

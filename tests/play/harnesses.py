@@ -10,11 +10,12 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gspo_core.env import Llm
+from gspo_core.env.acp_run import AcpStart
 
 INSTALLED = Path(os.environ.get("GSPO_TEST_HARNESSES", Path(__file__).parents[2] / ".make" / "harnesses"))
 Words = Callable[[Llm, Path, str, bool], Sequence[str]]
@@ -41,6 +42,8 @@ class Harness:
     words: Words
     env: Callable[[Llm], Mapping[str, str]]
     calls: Calls
+    acp: AcpStart | None = None
+    """Set where it is spoken to by the Agent Client Protocol, in one session, with what a job would say."""
 
 
 def _call(name: str, **arguments: Any) -> Mapping[str, Any]:
@@ -49,6 +52,17 @@ def _call(name: str, **arguments: Any) -> Mapping[str, Any]:
 
 def _bin(name: str) -> str:
     return str(INSTALLED / "node_modules" / ".bin" / name)
+
+
+def _acp(name: str, *arguments: str, prepared: Words | None = None) -> Words:
+    """The program ``name``, spoken to by the Agent Client Protocol; ``prepared`` writes its settings."""
+
+    def words(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+        if prepared is not None:
+            prepared(llm, home, task, goes_on)
+        return [_bin(name), *arguments]
+
+    return words
 
 
 def claude(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
@@ -60,7 +74,8 @@ def codex(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
     folder = home / ".codex"
     folder.mkdir(exist_ok=True)
     provider = f'name = "gspo"\nbase_url = "{llm.base_url}"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
-    model = 'model = "policy"\nmodel_provider = "gspo"\n'
+    # What its sandbox is made of is not on every machine; the adapter has no other way to say it than this file.
+    model = 'model = "policy"\nmodel_provider = "gspo"\nsandbox_mode = "danger-full-access"\n'
     (folder / "config.toml").write_text(f"{model}[model_providers.gspo]\n{provider}")
     how = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     return [_bin("codex"), "exec", *(["resume", "--last"] if goes_on else []), *how, task]
@@ -98,6 +113,9 @@ def _anthropic(llm: Llm) -> Mapping[str, str]:
         "ANTHROPIC_API_KEY": llm.api_key,
         "ANTHROPIC_SMALL_FAST_MODEL": "policy",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "ANTHROPIC_MODEL": "policy",
+        # Its adapter offers all permissions, which it refuses to root elsewhere.
+        "IS_SANDBOX": "1",
     }
 
 
@@ -113,47 +131,61 @@ def _gemini(llm: Llm) -> Mapping[str, str]:
     }
 
 
-HARNESSES: Mapping[str, Harness] = {
-    one.name: one
-    for one in (
-        Harness(
-            "Claude Code",
-            "@anthropic-ai/claude-code@2.1.332",
-            claude,
-            _anthropic,
-            lambda rng: [_call("Bash", command=rng.choice(SHELL), description="look")],
-        ),
-        Harness(
-            "Codex",
-            "@openai/codex@0.171.0",
-            codex,
-            _openai,
-            lambda rng: [_call("exec_command", cmd=rng.choice(SHELL))],
-        ),
-        Harness(
-            "Qwen Code",
-            "@qwen-code/qwen-code@0.24.4",
-            qwen,
-            _openai,
-            lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), is_background=False)],
-        ),
-        Harness(
-            "OpenCode",
-            "opencode-ai@1.18.33",
-            opencode,
-            lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
-            lambda rng: [_call("bash", command=rng.choice(SHELL), description="look")],
-        ),
-        Harness(
-            "Gemini CLI",
-            "@google/gemini-cli@0.61.0",
-            gemini,
-            _gemini,
-            lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), description="look")],
-        ),
-    )
+_PLAIN = (
+    Harness(
+        "Claude Code",
+        "@anthropic-ai/claude-code@2.1.332",
+        claude,
+        _anthropic,
+        lambda rng: [_call("Bash", command=rng.choice(SHELL), description="look")],
+    ),
+    Harness(
+        "Codex",
+        "@openai/codex@0.171.0",
+        codex,
+        _openai,
+        lambda rng: [_call("exec_command", cmd=rng.choice(SHELL))],
+    ),
+    Harness(
+        "Qwen Code",
+        "@qwen-code/qwen-code@0.24.4",
+        qwen,
+        _openai,
+        lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), is_background=False)],
+    ),
+    Harness(
+        "OpenCode",
+        "opencode-ai@1.18.33",
+        opencode,
+        lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
+        lambda rng: [_call("bash", command=rng.choice(SHELL), description="look")],
+    ),
+    Harness(
+        "Gemini CLI",
+        "@google/gemini-cli@0.61.0",
+        gemini,
+        _gemini,
+        lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), description="look")],
+    ),
+)
+
+_SPOKEN_TO = {
+    "Claude Code": (_acp("claude-code-acp"), "@zed-industries/claude-code-acp@0.16.2", AcpStart()),
+    "Codex": (_acp("codex-acp", prepared=codex), "@zed-industries/codex-acp@0.16.0", AcpStart()),
+    "Qwen Code": (_acp("qwen", "--acp", "--auth-type", "openai", "-m", "policy"), "", AcpStart()),
+    "OpenCode": (_acp("opencode", "acp", prepared=opencode), "", AcpStart()),
+    "Gemini CLI": (_acp("gemini", "--acp", "-m", "policy", prepared=gemini), "", AcpStart()),
 }
+"""By the name of the program that is started otherwise: the command, the package where it is another one, the job."""
+
+
+def _spoken_to(one: Harness) -> Harness:
+    words, package, acp = _SPOKEN_TO[one.name]
+    return replace(one, name=f"{one.name} (ACP)", package=package or one.package, words=words, acp=acp)
+
+
+HARNESSES: Mapping[str, Harness] = {one.name: one for one in (*_PLAIN, *map(_spoken_to, _PLAIN))}
 
 
 if __name__ == "__main__":
-    print(*(one.package for one in HARNESSES.values()))
+    print(*dict.fromkeys(one.package for one in HARNESSES.values()))

@@ -1,7 +1,7 @@
 """What a harness asked for, as its requests alone tell: which of them go on from an earlier one to the letter.
 
 Rule: it knows nothing of how the gateway compares conversations. A request whose messages begin with all those of an
-earlier one, that nobody went on from yet, makes no branch.
+earlier one, that nobody went on from yet, makes no branch. A request that its client gave up went on from it too.
 """
 
 from __future__ import annotations
@@ -36,25 +36,38 @@ def observed(requests: Sequence[Request]) -> list[Observed]:
     found: dict[int, Observed] = {}
     for one in requests:
         if one.turn is not None and one.turn not in found:
-            body = one.body
-            messages = [
-                *_listed(body.get("system") or body.get("instructions") or body.get("systemInstruction")),
-                *(body.get("messages") or body.get("input") or body["contents"]),
-            ]
-            said = [_BILL.sub("", json.dumps(_meaning(message), sort_keys=True)) for message in messages]
-            found[one.turn] = Observed(one.turn, said, json.dumps(_meaning(body.get("tools")), sort_keys=True))
+            found[one.turn] = _observed(one, one.turn)
     return [found[turn] for turn in sorted(found)]
 
 
-def goes_on(turns: Sequence[Observed]) -> dict[int, int]:
+def given_up(requests: Sequence[Request]) -> list[Observed]:
+    """What nobody was answered, nor asked again: the gateway may have begun a turn for it all the same."""
+    answered = [one.said for one in observed(requests)]
+    unanswered = [_observed(one, -1) for one in requests if one.turn is None and not one.refused]
+    return [one for one in unanswered if one.said not in answered]
+
+
+def goes_on(turns: Sequence[Observed], given_up: Sequence[Observed] = ()) -> dict[int, int]:
     """The turns that make no branch, and which each goes on from."""
     found: dict[int, int] = {}
     for place, one in enumerate(turns):
         before = [other for other in turns[:place] if one.goes_on_from(other)]
         nearest = max(before, key=lambda other: len(other.said), default=None)
-        if nearest is not None and nearest.turn not in found.values():
+        if nearest is None or any(other.goes_on_from(nearest) for other in given_up):
+            continue
+        if nearest.turn not in found.values():
             found[one.turn] = nearest.turn
     return found
+
+
+def _observed(request: Request, turn: int) -> Observed:
+    body = request.body
+    messages = [
+        *_listed(body.get("system") or body.get("instructions") or body.get("systemInstruction")),
+        *(body.get("messages") or body.get("input") or body["contents"]),
+    ]
+    said = [_BILL.sub("", json.dumps(_meaning(message), sort_keys=True)) for message in messages]
+    return Observed(turn, said, json.dumps(_meaning(body.get("tools")), sort_keys=True))
 
 
 def _listed(value: Any) -> list[Any]:

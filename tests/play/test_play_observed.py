@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.play.observed import goes_on, observed
+from tests.play.observed import given_up, goes_on, observed
 from tests.play.wire import Request
 
 TASK = {"role": "user", "content": "Go."}
@@ -40,3 +40,18 @@ def test_the_first_request_of_a_turn_counts_and_refused_ones_do_not() -> None:
     assert refused.refused == "n must be 1"
     turns = observed([refused, request(0, TASK), request(0, TASK)])
     assert [one.turn for one in turns] == [0]
+
+
+def test_what_a_request_that_was_given_up_went_on_from_too_may_be_a_branch() -> None:
+    """A suggestion that was wanted until the user's next words came."""
+    suggestion = request(1, TASK, SAID, {"role": "user", "content": "What next?"})
+    suggestion.answered.clear()
+    requests = [request(0, TASK), suggestion, request(2, TASK, SAID, TASK)]
+    assert goes_on(observed(requests), given_up(requests)) == {}
+
+
+def test_what_was_asked_again_was_not_given_up() -> None:
+    lost = request(1, TASK, SAID, TASK)
+    lost.answered.clear()
+    requests = [request(0, TASK), lost, request(1, TASK, SAID, TASK)]
+    assert goes_on(observed(requests), given_up(requests)) == {1: 0}

@@ -80,6 +80,8 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
         "gspo env add shop",
         By(REGISTERED, "test_the_command_of_the_page_registers_a_folder"),
     ),
+    ("docs/agents.md", '"""primes.py"""', By(AGENTS, "test_the_coding_agent_of_the_page_is_asked_and_judged")),
+    ("docs/agents.md", "# coding.yaml", By(AGENTS, "test_the_coding_agent_of_the_page_is_asked_and_judged")),
     ("docs/agents.md", "# judged.yaml", By(AGENTS, "test_the_judge_of_the_page_is_asked_what_it_says")),
     ("docs/agents.md", "rewards:\n", By(AGENTS, "test_the_rewards_of_the_page_are_a_part_of_a_job")),
     ("docs/api.md", "curl ", By("tests/services/api/test_api_docs.py", "test_every_command_on_the_page_works")),

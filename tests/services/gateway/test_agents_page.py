@@ -25,6 +25,7 @@ from services.state.loans import Loans
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
+from tests.core.acp_kit import acp_reward, write_acp_agent
 from tests.patience import HANG_S
 from tests.repo.pages import ROOT, block
 from tests.services.api.api_kit import ApiProcess
@@ -90,6 +91,24 @@ def test_the_judge_of_the_page_is_asked_what_it_says(
     assert "by a-model of api.example" in capsys.readouterr().out
     assert main(["env", "validate", entry.ref, "--agent", given.replace("task.number", "task.digit")]) == 1
     assert "the task has no field digit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("written", "reward"), [("2\n3\n5\n", 1.0), ("2\n3\n4\n", 0.0)])
+async def test_the_coding_agent_of_the_page_is_asked_and_judged(tmp_path: Path, written: str, reward: float) -> None:
+    """By a program that speaks the protocol, in place of the one that the page names."""
+    (tmp_path / "primes.py").write_text(block(PAGE, '"""primes.py"""').text)
+    (tmp_path / "coding.yaml").write_text(block(PAGE, "# coding.yaml").text)
+    (entry,) = load_job_spec(tmp_path / "coding.yaml").environments
+    assert entry.agent is not None
+    path = "os.environ['GSPO_FOLDER'] + '/primes.txt'"
+    agent = write_acp_agent(
+        tmp_path,
+        "def prompt(text):\n    assert text == 'Write the first 3 primes into primes.txt, one in a line.'\n"
+        f"    assert ask('fs/write_text_file', path={path}, content={written!r}) == {{}}",
+    )
+    start = AgentStart.from_json(entry.agent.model_dump(exclude_none=True) | {"command": agent})
+    environment = load_environment(f"{tmp_path}/{entry.ref}", agent=start)
+    assert await acp_reward(environment) == reward
 
 
 def test_the_rewards_of_the_page_are_a_part_of_a_job(tmp_path: Path) -> None:
