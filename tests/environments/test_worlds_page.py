@@ -152,6 +152,29 @@ async def test_an_episode_that_verifiers_could_not_play_has_no_reward(host: Open
     assert KEY not in failed.value.reason
 
 
+@pytest.mark.third_party
+@pytest.mark.timeout(1200)
+async def test_the_default_harness_runs_what_the_policy_commands_and_hides_the_key(host: Open) -> None:
+    environment = await host("verifiers.yaml", env={"taskset": {"id": "shop-v1"}})
+    commands = call("bash", {"command": "echo sum=$((20 + 3)); env; tr '\\0' ' ' < /proc/$PPID/environ"})
+    turns = FakeTurns([Scripted(calls=(commands,)), Scripted(calls=(call("shop_price", {"item": "tea"}),))])
+    turns.script.append(Scripted("3"))
+    async with gateway_with(turns) as gateway:
+        session = await agent_episode(environment, gateway.url, 0)
+        await session.ended()
+        assert await session.score() == (1.25, {"right": 1.0, "looked": 0.25})
+        await session.close()
+    first, second, third = turns.asks
+    assert {tool["function"]["name"] for tool in first.tools} == {"bash", "edit", "shop_price"}
+    shown, price = (str(ask.messages[-1]["content"]) for ask in (second, third))
+    assert "sum=23" in shown
+    assert "PATH=" in shown
+    assert KEY not in shown
+    assert price == "3"
+    for before, after in zip(turns.asks, turns.asks[1:], strict=False):
+        assert list(after.messages[: len(before.messages)]) == list(before.messages)
+
+
 JUDGED = """
 import verifiers.v1 as vf
 
