@@ -1,7 +1,8 @@
 """Tasksets and harnesses of verifiers 0.4: its own rollout loop asks the gateway for its turns, its own rewards count.
 
 It is an agent: `agent: {}` stands beside its `ref` in a job. ``env`` is the ``[env]`` block of verifiers. Rule: what
-verifiers counts as a failed episode has no reward here; what it has stopped at a limit of its own is scored by it.
+verifiers counts as a failed episode has no reward here; what is stopped at a limit, of its own or of the job, is scored
+by it.
 """
 
 # /// script
@@ -18,6 +19,7 @@ import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -31,10 +33,14 @@ if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
     from verifiers.v1.runtimes import Runtime
     from verifiers.v1.task import Task
+    from verifiers.v1.trace import Trace
 
     from gspo_core.env.contract import Context
 
 _SCRIPT = re.compile(r"^# /// script\s*$\n(?P<lines>(?:^#(?: .*)?$\n)+?)^# ///\s*$", re.MULTILINE)
+
+# What the gateway refuses a turn with at a limit of the job, in each dialect.
+_LIMIT = re.compile(r'"message":\s*"rollout stopped: (\w+)"')
 
 
 class Verifiers:
@@ -72,7 +78,8 @@ class Verifiers:
             client = EvalClientConfig(base_url=llm.base_url, api_key_var=variable)
             context = ModelContext(client=client, model=llm.model, sampling=SamplingConfig())
             async with environment.serving():
-                episode = await environment.run_episode(chosen, context)
+                stopping = partial(_stop_at_limits, policy_url=llm.base_url)
+                episode = await environment.run_episode(chosen, context, on_trace=stopping)
         for trace in episode.traces:
             for name, value in trace.metrics.items():
                 if value is not None:
@@ -119,11 +126,28 @@ def _row(task: Task[Any]) -> dict[str, JSON]:
     return {"idx": task.data.idx, "name": task.data.name or task.data.id or str(task.data.idx)}
 
 
+def _stop_at_limits(trace: Trace, policy_url: str) -> None:
+    """Where the gateway refuses a turn at a limit of the job, the trace is stopped as at a limit of verifiers: that is
+    no failure of its harness, and what it did is scored. To verifiers alone it would be an error of the provider."""
+
+    def look(trace: Trace) -> None:
+        error = trace.calls[-1].error if trace.calls else None
+        if error is not None and error.status_code == 400 and (limit := _LIMIT.search(error.message)):
+            trace.stop(limit[1])
+
+    if _asks(trace, policy_url):
+        trace.watch(look)
+
+
+def _asks(trace: Trace, policy_url: str) -> bool:
+    client = trace.agent.config.client
+    return client is not None and client.base_url == policy_url
+
+
 def _reward(episode: Episode, policy_url: str) -> dict[str, float]:
     """The weighted rewards of those whom the policy plays. Raises what went wrong."""
     for trace in episode.traces:
-        client = trace.agent.config.client
-        if not trace.agent.trainable and client is not None and client.base_url == policy_url:
+        if not trace.agent.trainable and _asks(trace, policy_url):
             name = trace.agent.name
             raise RuntimeError(
                 f"{name} is not to be trained, so it needs another model than the policy: env.{name}.client"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from gspo_core.chat.calls import CallReader
 from gspo_core.chat.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ class TurnReader:
 
     def is_thinking(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], header_id: int) -> bool:
         """Whether a think block is open after these ids; ``header_id`` begins a message."""
-        for token in (*reversed(sampled_ids), *reversed(prefix_ids)):
+        for token in chain(reversed(sampled_ids), reversed(prefix_ids)):
             if token in (self.think_end, self._calls.opening_id, header_id):
                 return False
             if token == self.think:

@@ -37,7 +37,7 @@ class Budget:
             StopReason.MAX_TURNS: num_turns >= limits.max_turns,
             StopReason.MAX_TOOL_CALLS: num_calls > limits.max_tool_calls,
             StopReason.MAX_TOKENS: self._tape.num_sampled >= limits.max_episode_tokens,
-            StopReason.EPISODE_TIMEOUT: self._meter.own_s > limits.episode_timeout_s,
+            StopReason.EPISODE_TIMEOUT: self._meter.spent_s > limits.episode_timeout_s,
             StopReason.REPETITION: self.stopped is StopReason.REPETITION,
         }
         for reason, is_met in met.items():
@@ -77,7 +77,7 @@ class Budget:
             return StopReason.CONTEXT_OVERFLOW
         if self._tape.num_sampled + self._num_reserved >= limits.max_episode_tokens:
             return StopReason.MAX_TOKENS
-        return StopReason.EPISODE_TIMEOUT if self._meter.own_s > limits.episode_timeout_s else None
+        return StopReason.EPISODE_TIMEOUT if self._meter.spent_s > limits.episode_timeout_s else None
 
     def _room_of_turn(self, turn: LiveTurn) -> int:
         asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens

@@ -20,7 +20,8 @@ class Meter:
         self._counters = counters
         self._clock = clock
         self._since = clock()
-        self._num_sampling = 0
+        self._samplings: list[float] = []
+        """When each that goes on began."""
         self._num_storing = 0
         self._num_unattended = 0
         self._held_until = 0.0
@@ -31,7 +32,7 @@ class Meter:
 
     @property
     def is_sampling(self) -> bool:
-        return self._num_sampling > 0
+        return bool(self._samplings)
 
     @property
     def own_s(self) -> float:
@@ -39,15 +40,22 @@ class Meter:
         self._settle()
         return self.timings.own_s
 
+    @property
+    def spent_s(self) -> float:
+        """Of that, what surely counts: what is being sampled may yet turn out to have waited for an engine."""
+        own_s = self.own_s
+        return own_s - (self._since - min(self._samplings)) if self._samplings else own_s
+
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
         self._settle()
-        self._num_sampling += 1
+        began = self._since
+        self._samplings.append(began)
         try:
             yield
         finally:
             self._settle()
-            self._num_sampling -= 1
+            self._samplings.remove(began)
 
     @contextlib.contextmanager
     def unattended(self) -> Iterator[None]:
@@ -90,7 +98,7 @@ class Meter:
     def _settle(self) -> None:
         now = self._clock()
         went_by, self._since = now - self._since, now
-        if self._num_sampling:
+        if self._samplings:
             self.timings.engine_s += went_by
         elif self._num_storing:
             self.timings.store_s += went_by

@@ -8,6 +8,7 @@ something else by then, what was encoded is not used.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -86,10 +87,10 @@ class Plan:
             return None
         messages, own = self._as_answered(place, ask)
         goes_on = self._goes_on(place, own)
-        prefix, said = None, list[int]()
+        prefix, said = None, array("i")
         if place.parent is not None:
             after = self._tape.turns[place.parent.number]
-            prefix, said = list(after.prompt), list(after.said)
+            prefix, said = after.prompt, array("i", after.said)  # copies: the loop goes on meanwhile
         return await asyncio.to_thread(self._encode, place, messages, own, ask, goes_on, prefix, said)
 
     def _encode(
@@ -99,8 +100,8 @@ class Plan:
         own: Mapping[int, int],
         ask: Ask,
         goes_on: tuple[object, ...],
-        prefix: list[int] | None,
-        said: list[int],
+        prefix: Sequence[int] | None,
+        said: Sequence[int],
     ) -> Encoded | None:
         """None where it cannot be: whoever does it again is told why."""
         following: list[int] | ForkReason | None = None

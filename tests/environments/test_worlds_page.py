@@ -119,17 +119,60 @@ async def test_a_taskset_of_verifiers_plays_at_the_gateway_and_scores_itself(hos
             assert turns.asks[1].messages[-1]["content"] == "3"
 
 
+OVER = Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: {StopReason.MAX_TURNS}")
+
+
 @pytest.mark.third_party
 @pytest.mark.timeout(1200)
-async def test_an_episode_that_verifiers_could_not_play_has_no_reward(host: Open) -> None:
+async def test_what_a_limit_of_the_job_cut_short_is_scored_by_verifiers(host: Open) -> None:
     environment = await host("verifiers.yaml")
-    async with gateway_with(FakeTurns([Refusal(RefusalKind.OVER_BUDGET, "rollout stopped: max_turns")])) as gateway:
+    looks = Scripted(calls=(call("shop_price", {"item": "tea"}),))
+    for script, looked, num_answers in (([looks, looks, OVER], 1.0, 2.0), ([OVER], 0.0, 0.0)):
+        turns = FakeTurns([*script])
+        async with gateway_with(turns) as gateway:
+            session = await agent_episode(environment, gateway.url, 0)
+            await session.ended()
+            assert await session.score() == (0.25 * looked, {"right": 0.0, "looked": 0.25 * looked})
+            await session.close()
+        assert session.metrics["num_answers"] == num_answers
+        assert len(turns.asks) == len(script)
+
+
+@pytest.mark.third_party
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("refusal", ["a model that nobody has", "rollout stopped: too many turns to keep: 17 MiB"])
+async def test_an_episode_that_verifiers_could_not_play_has_no_reward(host: Open, refusal: str) -> None:
+    environment = await host("verifiers.yaml")
+    async with gateway_with(FakeTurns([Refusal(RefusalKind.INVALID, refusal)])) as gateway:
         session = await agent_episode(environment, gateway.url, 0)
-        with pytest.raises(EnvironmentFailed, match="rollout stopped: max_turns") as failed:
+        with pytest.raises(EnvironmentFailed, match=refusal) as failed:
             await session.ended()
         await session.close()
     assert failed.value.phase == "agent"
     assert KEY not in failed.value.reason
+
+
+@pytest.mark.third_party
+@pytest.mark.timeout(1200)
+async def test_the_default_harness_runs_what_the_policy_commands_and_hides_the_key(host: Open) -> None:
+    environment = await host("verifiers.yaml", env={"taskset": {"id": "shop-v1"}})
+    commands = call("bash", {"command": "echo sum=$((20 + 3)); env; tr '\\0' ' ' < /proc/$PPID/environ"})
+    turns = FakeTurns([Scripted(calls=(commands,)), Scripted(calls=(call("shop_price", {"item": "tea"}),))])
+    turns.script.append(Scripted("3"))
+    async with gateway_with(turns) as gateway:
+        session = await agent_episode(environment, gateway.url, 0)
+        await session.ended()
+        assert await session.score() == (1.25, {"right": 1.0, "looked": 0.25})
+        await session.close()
+    first, second, third = turns.asks
+    assert {tool["function"]["name"] for tool in first.tools} == {"bash", "edit", "shop_price"}
+    shown, price = (str(ask.messages[-1]["content"]) for ask in (second, third))
+    assert "sum=23" in shown
+    assert "PATH=" in shown
+    assert KEY not in shown
+    assert price == "3"
+    for before, after in zip(turns.asks, turns.asks[1:], strict=False):
+        assert list(after.messages[: len(before.messages)]) == list(before.messages)
 
 
 JUDGED = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,8 +99,9 @@ a stream that is torn), an edited history, a sub-agent, a second sample of an eq
 a handover. What the policy says and what tools return spell added tokens; the policy also samples them.
 
 Judged from what is stored, against what the policy recorded as it sampled: ids and masks equal, each sampled token
-trained in one branch, none untrained, and the branches, counted by reason, those that the player says it caused; calls
-that were spoken to be several arrive. A fault is an episode in which any of it does not hold.
+trained in one branch, and the branches, counted by reason, those that the player says it caused; calls that were spoken
+to be several arrive. What is sampled behind a stop text is not stored, and a sample of an equal request that nobody
+went on from may be untrained (`agent.rejected`). A fault is an episode in which any of it does not hold.
 
 """
 COLUMNS = (
@@ -120,6 +122,9 @@ tools: ..."), so that nearly each of its turns begins a branch (`edited_history`
 (`compacted` in rows of before 2026-11-27, as was a reminder that moved);
 `assistant_message` are the turns behind one, whose history holds words that were sampled in another branch.
 """
+# Of rows that were played before they were rebased: these names are not in the history any more.
+REBASED = ("b1ae5f0593", "714bb684a7")
+_FAULT = re.compile(r"episode (?P<number>\d+) \(\{.*?\}\): (?P<text>.*)", re.DOTALL)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -128,15 +133,40 @@ def page(rows: Sequence[Row]) -> str:
     )
     text = HEAD.format(conditions=conditions) + _table([one for one in rows if not one["is_long"]])
     long = [one for one in rows if one["is_long"]]
-    return text + (LONG + _table(long) if long else "") + FOOT
+    return text + (LONG + _table(long) if long else "") + FOOT + _rebased(rows) + _faults(rows)
+
+
+def _rebased(rows: Sequence[Row]) -> str:
+    names = [f"`{name}`" for name in REBASED if any(row["commit"].startswith(name) for row in rows)]
+    if not names:
+        return ""
+    return f"Older rows name commits that were rebased, and are not in the history any more: {', '.join(names)}.\n"
+
+
+def _faults(rows: Sequence[Row]) -> str:
+    """Each row's, with the episodes that have the same one together."""
+    lines = []
+    for row in _in_order([one for one in rows if one["faults"]]):
+        texts: dict[str, list[str]] = {}
+        for fault in row["faults"]:
+            found = _FAULT.match(fault)
+            number, text = (found["number"], found["text"]) if found else ("?", fault)
+            texts.setdefault(text.splitlines()[0].replace("`", "'"), []).append(number)
+        for text, numbers in texts.items():
+            episodes = f"episode{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+            lines.append(f"- {row['package']}, seed {row['seed']}, `{row['commit']}`, {episodes}: `{text}`\n")
+    return "\n## Faults\n\nThe first line of each.\n\n" + "".join(lines) if lines else ""
 
 
 def _table(rows: Sequence[Row]) -> str:
     lines = ["| package | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    order = list(PACKAGES)
-    for row in sorted(rows, key=lambda one: (order.index(one["package"]), rows.index(one))):
-        lines.append("| " + " | ".join(_cells(row)) + " |")
+    lines += [f"| {' | '.join(_cells(row))} |" for row in _in_order(rows)]
     return "\n".join([*lines, ""])
+
+
+def _in_order(rows: Sequence[Row]) -> list[Row]:
+    order = list(PACKAGES)
+    return sorted(rows, key=lambda one: (order.index(one["package"]), rows.index(one)))
 
 
 def _cells(row: Row) -> list[str]:

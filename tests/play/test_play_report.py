@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.play.packages import PACKAGES
-from tests.play.report import KEPT, PAGE, ROOT, Record, Run, page
+from tests.play.report import KEPT, PAGE, REBASED, ROOT, Record, Run, page
 from tests.play.verdict import Tally
 
 RUN = Run(PACKAGES["openai"], seed=7, episodes=200, is_long=False, commit="0123abcdef")
@@ -69,6 +69,27 @@ def test_the_page_has_a_line_for_each_row(record: Record, tmp_path: Path):
     assert lines[0].startswith("| openai 3.52.0 | 7 | 0123abcdef | 200 | 1,234 | 0 | resampled 3, sub_agent 1,005 |")
     assert lines[0].endswith("| 1 |")
     assert "| 240 to 31,000 |" in lines[1]
+
+
+def test_faults_are_told_below_the_tables_by_episode_and_first_line(record: Record, tmp_path: Path):
+    task = {"number": 3, "ends": ("Calls (all):",)}
+    lost = [f"episode {number} ({task}): its process has ended\nTraceback" for number in (3, 7)]
+    record.add(RUN, row(RUN, faults=[*lost, f"episode 9 ({task}): branches {{'sub_agent': 1}}, and not `one`"]))
+    told = (tmp_path / PAGE).read_text().partition("## Faults")[2].splitlines()
+    assert told[4:] == [
+        "- openai, seed 7, `0123abcdef`, episodes 3, 7: `its process has ended`",
+        "- openai, seed 7, `0123abcdef`, episode 9: `branches {'sub_agent': 1}, and not 'one'`",
+    ]
+    record.add(RUN, row(RUN))
+    assert "## Faults" not in (tmp_path / PAGE).read_text()
+
+
+def test_commits_that_the_history_lost_are_named_where_rows_have_them(record: Record, tmp_path: Path):
+    record.add(RUN, row(RUN))
+    assert "rebased" not in (tmp_path / PAGE).read_text()
+    old = replace(RUN, seed=8, commit=REBASED[1])
+    record.add(old, row(old))
+    assert f"not in the history any more: `{REBASED[1]}`.\n" in (tmp_path / PAGE).read_text()
 
 
 def test_no_row_of_the_page_was_written_by_hand():

@@ -16,6 +16,7 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message, ToolSchema
 from services.episodes.policy import Sampled
+from services.gateway.lengths import LONG_BYTES
 from services.gateway.turns import Ask, Refusal
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, read, request, said, take, user
 from tests.services.rollout.rollout_kit import answer_of, until
@@ -25,6 +26,9 @@ NUM_TOOLS = 60
 MIB = 1 << 20
 # A request with these tools, read once, has nearly 1 MiB.
 BOUND_BYTES = 5 * MIB
+# A thread gets a copy of the ids, of four bytes each. In a list of numbers each takes eight, and forty where it is none
+# of the few that Python has at hand.
+MOST_BYTES_AN_ID = 6
 
 
 @dataclass
@@ -139,3 +143,21 @@ async def test_two_hundred_turns_with_sixty_tools_leave_little_behind(codec: Her
         tracemalloc.stop()
     assert len(bench.episode.history.entries) == NUM_TURNS + 1
     assert after - before < BOUND_BYTES
+
+
+async def test_a_turn_behind_a_long_history_makes_no_number_of_each_id(codec: HermesCodec):
+    bench = Bench(codec, policy=Laconic(codec), context_tokens=1_000_000, limits={"max_episode_tokens": 1_000_000})
+    text = user("word " * (LONG_BYTES // 5))
+    answer = await take(await bench.episode.ask(request(text)))
+    ask = request(text, said(answer), user("go on"))
+    num_ids = len(bench.tape.turns[0].branch.ids)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        assert await bench.episode._plan.encoded(ask) is not None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_ids > LONG_BYTES // 2
+    assert peak - before < MOST_BYTES_AN_ID * num_ids
