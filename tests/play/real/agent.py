@@ -74,6 +74,7 @@ class Coder:
         finally:
             with contextlib.suppress(ProcessLookupError):  # and whatever it has started
                 os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         last = out.decode(errors="replace").strip()[-LAST_CHARS:]
         return f"status {process.returncode}: {last}" if process.returncode else ""
 

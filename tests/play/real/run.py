@@ -88,7 +88,16 @@ class Agent:
         given, name = await request.json(), request.headers["idempotency-key"]
         if name not in self._ends:
             self._ends[name] = asyncio.ensure_future(self._play(name, given))
-        return JSONResponse({"reward": await asyncio.shield(self._ends[name])})
+        try:
+            return JSONResponse({"reward": await asyncio.shield(self._ends[name])})
+        except asyncio.CancelledError:
+            return Response(status_code=503)
+
+    async def leave(self) -> None:
+        """What is still played ends here, and so do its harnesses."""
+        for end in self._ends.values():
+            end.cancel()
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)
 
     async def _play(self, name: str, given: Mapping[str, Any]) -> float:
         async with self.places:
@@ -111,6 +120,10 @@ class Agent:
                 flush=True,
             )
             return max(0.0, 1.0 - abs(turns - BEST_TURNS) / BEST_TURNS)
+
+
+class _Over(Exception):
+    """Whoever still plays is not waited for."""
 
 
 class Side:
@@ -145,6 +158,8 @@ class Side:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+        except _Over:
+            pass
         except BaseException as error:
             if self._ready.done():
                 raise
@@ -169,9 +184,11 @@ class Side:
                 await asyncio.sleep(0.01)
             self._ready.set_result(None)
             await self._stop.wait()
+            await self.agent.leave()
             for server in servers:
                 server.should_exit = server.force_exit = True
             await asyncio.gather(*serving)
+            raise _Over
 
 
 def _server(app: ASGIApp, port: int) -> uvicorn.Server:
