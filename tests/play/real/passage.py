@@ -55,11 +55,12 @@ class Passage:
         query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
         url = f"{self._target()}{scope['path']}{query}"
         headers = [(name, value) for name, value in scope["headers"] if name not in _OF_A_HOP]
-        heard = bytearray()
+        heard, has_begun = bytearray(), False
         try:
             async with self._client.stream(scope["method"], url, content=body, headers=headers) as answer:
                 raw = [(name.lower(), value) for name, value in answer.headers.raw]
                 kept = [(name, value) for name, value in raw if name not in _OF_A_HOP or name == b"content-length"]
+                has_begun = True
                 await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
                 async for piece in answer.aiter_raw():
                     if self._read is not None:
@@ -68,8 +69,10 @@ class Passage:
                 if self._read is not None and answer.status_code == 200:
                     self._read(scope["path"], body, bytes(heard))
                 await send({"type": "http.response.body", "body": b""})
-        except httpx.ConnectError as error:
-            refused = PlainTextResponse(f"nobody is behind this: {error}", 503)
+        except httpx.TransportError as error:
+            if has_begun:
+                raise
+            refused = PlainTextResponse(f"no answer from behind this: {error!r}", 503)
             await refused(scope, None, send)  # type: ignore[arg-type]
 
 

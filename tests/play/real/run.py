@@ -197,7 +197,7 @@ def _server(app: ASGIApp, port: int) -> uvicorn.Server:
             app,
             host="127.0.0.1",
             port=port,
-            log_level="error",
+            log_level="critical",  # whoever is told to end breaks connections
             access_log=False,
             lifespan="off",
             http="httptools",
