@@ -37,7 +37,7 @@ MOST_CHARS = 600
 
 def main() -> int:
     given = _arguments()
-    configure_logging("play", level="error", log_format="text")
+    configure_logging("play", level="error", log_format="console")
     names = given.names or list(NAMES)
     model = given.model or made_model()
     if given.only_model:

@@ -108,7 +108,7 @@ def judged(trajectory: Trajectory, name: str, part: Part, samples: Samples) -> V
         found.false_branches += false_branches(asked, part)
     elif "branches" not in (part.report or {}):
         found.has_report = False
-    elif reasons != (meant := Counter((part.report or {})["branches"])):
+    elif reasons != (meant := Counter[str]((part.report or {})["branches"])):
         found.false_branches.append(f"branches {dict(reasons)}, and the player caused {dict(meant)}")
     return found
 

@@ -32,7 +32,8 @@ TOOLS: Mapping[str, str] = {
     "Gemini CLI": "run_shell_command",
 }
 """The shell of each."""
-NAMED: Mapping[str, str] = TOOLS | {
+NAMED: Mapping[str, str] = {
+    **TOOLS,
     "Qwen Code": "run_shell_command of Qwen",
     "Gemini CLI": "run_shell_command of Gemini",
 }

@@ -154,7 +154,7 @@ class Teacher:
                 group["lr"] = PEAK_LR * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / NUM_STEPS))
             loss = self._loss(self._batch(step))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             losses.append(float(loss.detach()))
@@ -201,7 +201,8 @@ class Teacher:
         drawn = self._others[torch.randint(len(self._others), (NUM_NEGATIVES,))]
         rest = torch.logsumexp(hidden @ head[drawn].T, -1) + math.log(len(self._others) / NUM_NEGATIVES)
         whole = torch.logaddexp(torch.logsumexp(logits, -1), rest)
-        return (whole - logits.gather(1, torch.tensor(targets)[:, None])[:, 0]).mean()
+        mean: torch.Tensor = (whole - logits.gather(1, torch.tensor(targets)[:, None])[:, 0]).mean()
+        return mean
 
 
 def write(path: Path, prompts: Prompts) -> None:
