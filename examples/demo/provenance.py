@@ -45,15 +45,15 @@ def check_provenance(job_dir: JobDir, num_tokens: int, seed: int, *, tolerance: 
     """Draw ``num_tokens`` trained tokens of a finished job and compare each with a plain forward pass in float32."""
     drawn = _draw(list(_branches(BatchLog(job_dir))), num_tokens, random.Random(seed))
     weights = WeightStore(job_dir)
-    differences = [
+    found = [
         difference
         for version, tokens in sorted(drawn.items())
-        for difference in _differences(weights.path(version), tokens)
+        for difference in differences(weights.path(version), tokens)
     ]
     return Provenance(
-        num_tokens=len(differences),
-        num_equal=sum(difference <= tolerance for difference in differences),
-        largest_difference=max(differences),
+        num_tokens=len(found),
+        num_equal=sum(difference <= tolerance for difference in found),
+        largest_difference=max(found),
         num_versions=len(drawn),
     )
 
@@ -76,7 +76,8 @@ def _draw(branches: list[Branch], num_tokens: int, random_: random.Random) -> di
 
 
 @torch.inference_mode()
-def _differences(model_dir: Path, tokens: list[tuple[Branch, int]]) -> Iterator[float]:
+def differences(model_dir: Path, tokens: list[tuple[Branch, int]]) -> Iterator[float]:
+    """How far each recorded log-prob is from what these weights say."""
     # Dozens of small models are loaded; a bar for each would say nothing.
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

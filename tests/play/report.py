@@ -43,7 +43,7 @@ class Run:
             "seed": self.seed,
             "is_long": self.is_long,
             "commit": self.commit,
-            "versions": {name: _version_of(self.package, name) for name in self.package.shows},
+            "versions": {name: version_of(self.package, name) for name in self.package.shows},
             "seconds": round(seconds),
             "load": round(os.getloadavg()[0], 1),
             "cores": os.cpu_count() or 0,
@@ -65,7 +65,7 @@ def commit_now() -> str:
     return commit_of(ROOT, (KEPT, PAGE))
 
 
-def _version_of(package: Package, name: str) -> str:
+def version_of(package: Package, name: str) -> str:
     script = f"from importlib.metadata import version; print(version({name!r}))"
     shown = subprocess.run([python_of(package), "-c", script], capture_output=True, text=True, check=True)
     return shown.stdout.strip()

@@ -228,6 +228,7 @@ class Stage:
     url: str
     door: Door
     player: Player
+    speaker: type[Babbler] = Babbler
     parts: dict[EpisodeKey, Part] = field(default_factory=dict)
     by_key: dict[str, Part] = field(default_factory=dict)
     numbers: Any = field(default_factory=lambda: count(1))
@@ -257,7 +258,7 @@ class Stage:
         await table.bus.dispatch(job, TRAINER, number // len(JOBS), size=1, split=Split.TRAIN, task_index=1)
         (lease,) = await table.bus.lease(job, table.worker, table.token, 1)
         hints = {name: task[name] for name in ("wild", "huge", "ends") if name in task}
-        policy = Babbler(self.codec, rng, self.numbers, **hints)
+        policy = self.speaker(self.codec, rng, self.numbers, **hints)
         part = self.parts[lease.key] = Part(task, policy)
         board = LoanBoard(Loans(Functions(table.redis)))
         driver = AgentDriver(self.door, f"{self.url}/v1", time.time, board, no_judges())
@@ -279,7 +280,9 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def set_up(redis: Redis, codec: HermesCodec, seed: int, player: Player) -> AsyncIterator[Stage]:
+async def set_up(
+    redis: Redis, codec: HermesCodec, seed: int, player: Player, speaker: type[Babbler] = Babbler
+) -> AsyncIterator[Stage]:
     bus = Bus(redis, lease_s=LEASE_S)
     await bus.load_functions()
     for job in JOBS:
@@ -287,7 +290,7 @@ async def set_up(redis: Redis, codec: HermesCodec, seed: int, player: Player) ->
     table = Table(redis, bus, await bus.join("worker-0"), "worker-0")
     stop, port = asyncio.Event(), free_port()
     door = Door(Keys(SECRET), now=time.time)
-    stage = Stage(table, codec, seed, f"http://127.0.0.1:{port}", door, player)
+    stage = Stage(table, codec, seed, f"http://127.0.0.1:{port}", door, player, speaker)
     app = Mishaps(build_app(door, is_ready=lambda: True, stopping=stop), stage.by_key)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_http(app, "127.0.0.1", port, stop, grace_s=1, settings="none", lifespan=False))

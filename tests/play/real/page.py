@@ -1,0 +1,157 @@
+"""What real plays found: ``benchmarks/results/harnesses.json``, a row for each harness and run, and its page.
+
+Rule: rows are written by the run that found them, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.play.harnesses import HARNESSES
+from tests.play.packages import PACKAGES
+from tests.play.real.judged import Computed, Verdict
+from tests.play.real.passage import Sample
+
+ROOT = Path(__file__).parents[3]
+KEPT = "benchmarks/results/harnesses.json"
+PAGE = "benchmarks/results/harnesses.md"
+WANTED = 200
+Row = dict[str, Any]
+
+
+def row_of(name: str, version: str, verdicts: Sequence[Verdict], ends: Sequence[str], seconds: Sequence[float]) -> Row:
+    """``ends``: of its episodes that ended otherwise than they should. ``seconds``: that each took."""
+
+    def total(field: str) -> int:
+        return sum(getattr(one, field) for one in verdicts)
+
+    def counted(field: str) -> dict[str, int]:
+        return dict(sorted(sum((getattr(one, field) for one in verdicts), Counter[str]()).items()))
+
+    return {
+        "harness": name,
+        "version": version,
+        "episodes": len(verdicts),
+        "turns": total("turns"),
+        "tokens": total("tokens"),
+        "trained": total("trained"),
+        "untrained_turns": total("untrained_turns"),
+        "branches": counted("branches"),
+        "refused": counted("refused"),
+        "versions": max((one.versions for one in verdicts), default=0),
+        "mixed": sum(one.versions > 1 for one in verdicts),
+        "shortest": min((one.first_prompt for one in verdicts), default=0),
+        "longest": max((one.longest_prompt for one in verdicts), default=0),
+        "ended_otherwise": dict(Counter(shortened(one) for one in ends)),
+        "engine_s": costs([sample for one in verdicts for sample in one.samples]),
+        "seconds": round(sum(seconds) / len(seconds), 1) if seconds else 0.0,
+        "without_report": sum(not one.has_report for one in verdicts),
+        "false_branches": [fault for one in verdicts for fault in one.false_branches],
+        "faults": [fault for one in verdicts for fault in one.faults],
+    }
+
+
+def costs(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Median seconds of the engine for a turn: where less than half of its prompt was cached, and elsewhere."""
+    found: dict[str, Any] = {}
+    for name, is_cold in (("cold", True), ("warm", False)):
+        seconds = [one.seconds for one in samples if (2 * one.num_cached < one.num_prompt) == is_cold]
+        found |= {name: round(median(seconds), 2), f"num_{name}": len(seconds)} if seconds else {}
+    return found
+
+
+def shortened(end: str, most: int = 120) -> str:
+    """How an episode ended, in few words: its last line."""
+    head, _, last = end.strip().partition(": ")
+    return f"{head}: {last.strip().splitlines()[-1]}"[:most] if last.strip() else head[:most]
+
+
+def kept(run: Mapping[str, Any], rows: Sequence[Row], root: Path = ROOT) -> None:
+    """``run``: what the rows have in common. It takes the place of an earlier run of the same seed."""
+    path = root / KEPT
+    known: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    runs = [*(one for one in known if one["seed"] != run["seed"]), {**run, "rows": list(rows)}]
+    path.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
+    (root / PAGE).write_text(page(runs))
+
+
+def told(computed: Computed) -> dict[str, Any]:
+    return dict(vars(computed))
+
+
+HEAD = """# Unmodified harnesses play one job on the whole stack
+
+Written by `make play-harnesses-real` (`python -m tests.play.real`). Redis, API, trainer, gateway and the embedded
+engine are processes, as `gspo up` starts them. One job is submitted, whose agent is a service that starts a harness for
+each episode, in turn; GSPO is trained all the while, so new weights arrive in the middle of episodes. The engine
+samples every token from a model of Qwen3's shape with its vocabulary of 151,669 entries (two layers of width 64),
+taught for some minutes to call the shell of the harness that it sits in, now and then a tool that there is not, and to
+end. What harnesses ask and what the engine answers is read along on its way.
+
+Of each trained episode is judged: every stored token, log-prob and version is what the engine answered behind exactly
+the stored ids; each token's log-prob is what transformers computes from the published weights of its version; each
+sampled token is trained in one branch; each turn read the marked texts that its request has; no branch begins where the
+requests of a coding agent alone say that a conversation goes on; of agents that packages are for, the branches are
+those that their player counts as it causes them, where it came to its end. A fault is where any of it does not hold.
+"""
+COLUMNS = (
+    *("episodes", "turns", "sampled", "branches by reason", "refused by name", "false branches", "faults"),
+    *("versions an episode, at most", "of several", "prompts", "s of the engine a turn", "s an episode"),
+    *("ended otherwise",),
+)
+FOOT = """
+`of several`: episodes with tokens of more than one version. `prompts`: tokens of the shortest that began an episode,
+and of the longest. `s of the engine a turn`: median from request to answer, waits included; `cold` where less than half
+of the prompt was in its cache, which new weights empty. `ended otherwise`: what harnesses made of what such a model
+says; their episodes are trained and judged like the others.
+"""
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    return HEAD + "".join(_part(one) for one in runs) + FOOT
+
+
+def _part(run: Mapping[str, Any]) -> str:
+    checked, control = run["computed"], ""
+    if checked["other_tokens"]:
+        alike = f"{checked['other_equal']:,} of {checked['other_tokens']:,}"
+        control = f" Under the weights of another version {alike} have theirs."
+    lines = [
+        f"\n## Seed {run['seed']}\n",
+        f"Commit {run['commit']}, {run['date']}; {run['cores']} cores shared with other work, load {run['load'][0]} "
+        f"before and {run['load'][1]} after; {run['steps']} steps in {run['seconds']:,} s, then {run['status']}. "
+        f"{checked['equal']:,} of {checked['tokens']:,} sampled tokens, from {checked['versions']} versions, have the "
+        f"recorded log-prob under their recorded weights (largest difference {checked['largest']:.1e}).{control}\n",
+        "| harness | " + " | ".join(COLUMNS) + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
+    order = [*HARNESSES, *PACKAGES]
+    rows = sorted(run["rows"], key=lambda row: order.index(row["harness"]))
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    short = [f"{row['harness']} {row['episodes']}" for row in rows if row["episodes"] < WANTED]
+    if short:
+        lines.append(f"\nFewer than {WANTED} episodes: {', '.join(short)}. {run['why_fewer']}")
+    return "\n".join([*lines, ""])
+
+
+def _cells(row: Row) -> list[str]:
+    def counts(name: str) -> str:
+        return ", ".join(f"{what} {number:,}" for what, number in row[name].items()).replace("|", "\\|") or "none"
+
+    return [
+        row["version"],
+        *(f"{row[name]:,}" for name in ("episodes", "turns", "tokens")),
+        counts("branches"),
+        counts("refused"),
+        *(str(len(row[name])) for name in ("false_branches", "faults")),
+        *(str(row[name]) for name in ("versions", "mixed")),
+        f"{row['shortest']:,} to {row['longest']:,}",
+        ", ".join(f"{name} {row['engine_s'][name]}" for name in ("cold", "warm") if name in row["engine_s"]) or "none",
+        str(row["seconds"]),
+        counts("ended_otherwise").replace("\n", " "),
+    ]
