@@ -48,7 +48,7 @@ model, job and seed, each with a stack of its own, one right after the other. Su
 episodes at temperature 1 (a measurement of one policy has a standard deviation of 2 points at 90 %). "Training" is from
 the submission to the end of the job, its four evaluations included; "all" from the start of the stack to its stop and
 the check of 200 tokens against their weights, without the making of the model. "CPU" is what all processes computed,
-the agent's among them. The load is that of the whole machine ({cpus} cores) before, between and after the two runs.
+the agent's among them. The load is that of the whole machine ({cpus} cores) before and after each run.
 Times are to be compared within a row alone, and under load they say less than CPU does.
 
 {table}
@@ -60,9 +60,9 @@ Before the gateway computed a third less for an episode ([gateway_episodes.md](g
 39.7 s and 70.4 s (1.78; load 2.0 / 3.7 / 5.7) with 79.4 s and 136.4 s of CPU (1.72), 94.5 % and 93.0 %; 61.4 s and
 101.4 s (1.65; load 2.2 / 5.5 / 8.8) with 91.8 s and 137.1 s of CPU (1.49), 96.0 % and 95.5 %. Three drawn seeds then
 took 1.15, 1.34 and 3.15 times the training time at loads from 6 to 22. Since then, seed 0 by hand: 60.7 s and
-76.6 s (1.26; load 6.1 / 7.6 / 8.3) with 111.5 s and 134.6 s of CPU (1.21), 94.0 % and 97.0 %. In the
-table the environment always went first. Seed 869374 with nothing else running, the agent first: 35.8 s and 53.4 s
-(1.49; load 2.3 / 3.5 / 3.3), one run each.
+76.6 s (1.26; load 6.1 / 7.6 / 8.3) with 111.5 s and 134.6 s of CPU (1.21), 94.0 % and 97.0 %. In
+rows without a commit, which are older, the environment always went first. Seed 869374 then, with nothing else running
+and the agent first: 35.8 s and 53.4 s (1.49; load 2.3 / 3.5 / 3.3), one run each.
 
 ## Where the time goes
 
@@ -155,6 +155,11 @@ def run(kind: str, model_dir: Path, seed: int) -> dict[str, Any]:
     return measured | {"load": [load, os.getloadavg()[0]], "cpus": os.cpu_count(), "openai": openai_version()}
 
 
+def commit() -> str:
+    given = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
+    return given.stdout.strip()
+
+
 def openai_version() -> str:
     (found,) = (ROOT / ".make" / "agents" / "openai").glob("lib/python*/site-packages/openai-*.dist-info")
     return found.name.removeprefix("openai-").removesuffix(".dist-info")
@@ -168,7 +173,10 @@ def _children_cpu_s() -> float:
 def page(measured: dict[str, Any]) -> str:
     """Of the seeds that have both runs."""
     both = [one for one in measured.items() if {"environment", "agent"} <= one[1].keys()]
-    lines = ["| seed | environment | agent | steps | training | all | CPU | load |", "|---" * 8 + "|"]
+    lines = [
+        "| seed | commit | first | environment | agent | steps | training | all | CPU | load |",
+        "|---" * 10 + "|",
+    ]
     held = 0
     for seed, runs in both:
         ours, theirs = runs["environment"], runs["agent"]
@@ -178,8 +186,10 @@ def page(measured: dict[str, Any]) -> str:
         held += found[1][1] >= AT_LEAST_AFTER and max(times) <= AT_MOST_TIMES and theirs["steps"] == ours["steps"]
         success = [f"{before:.1%} to {after:.1%}" for before, after in found]
         pairs = [f"{ours[name]:.0f} s, {theirs[name]:.0f} s ({theirs[name] / ours[name]:.2f})" for name in TIMES]
-        loads = " / ".join(f"{one:.1f}" for one in (*ours["load"], theirs["load"][1]))
-        lines.append("| " + " | ".join([seed, *success, str(theirs["steps"]), *pairs, loads]) + " |")
+        loads = ", ".join(" / ".join(f"{load:.1f}" for load in one["load"]) for one in (ours, theirs))
+        first = "agent" if theirs.get("is_first") else "environment"
+        commit = theirs.get("commit", "")[:10]
+        lines.append("| " + " | ".join([seed, commit, first, *success, str(theirs["steps"]), *pairs, loads]) + " |")
     verdict = (
         f"At least {AT_LEAST_AFTER:.0%} in as many steps, and within {AT_MOST_TIMES} times of both times: "
         f"{held} of {len(both)} seeds."
@@ -222,15 +232,17 @@ def main() -> None:
     draw = random.SystemRandom()
     seeds = [draw.randrange(10**6) for _ in range(arguments.draw)] or arguments.seeds
     measured: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    for seed in seeds:
+    for place, seed in enumerate(seeds):
+        kinds = arguments.kinds[:: -1 if place % 2 else 1]
         with tempfile.TemporaryDirectory() as folder:
             model_dir = arguments.model or Path(folder) / "model"
-            for kind in arguments.kinds:
+            for kind in kinds:
                 kept = measured.setdefault(str(seed), {})
                 if arguments.again or kind not in kept:
                     if arguments.model is None:
                         make_demo_model(model_dir, seed)
-                    kept[kind] = run(kind, model_dir, seed) | {"has_own_model": arguments.model is None}
+                    how = {"has_own_model": arguments.model is None, "is_first": kind == kinds[0], "commit": commit()}
+                    kept[kind] = run(kind, model_dir, seed) | how
                     KEPT.write_text(json.dumps(measured, indent=1) + "\n")
                     KEPT.with_suffix(".md").write_text(page(measured))
     print(page(measured))
