@@ -147,7 +147,8 @@ class Episode:
 
     async def _go_on_after(self, failure: EnvironmentFailed, recorded: Recorded, past: Past) -> Past:
         """No charge: the durable segments are kept, as if another worker resumed."""
-        self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
+        is_here = not self._order.agent_lives_elsewhere  # else nothing of it was in the process that died
+        self._is_suspect = is_here and isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
         has_begun = recorded.num_segments or past.record or self._order.agent_lives_elsewhere
         if self._num_in_vain > MAX_IN_VAIN or not has_begun:

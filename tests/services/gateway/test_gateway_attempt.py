@@ -400,25 +400,34 @@ async def test_an_agent_elsewhere_goes_on_when_who_watched_it_dies_before_anythi
     play = Play(table, codec, two_turns, "Hello.", "Fine.", services={})
     play.policy.gate = asyncio.Event()
     watches = 0
+    suspected: list[AgentHere] = []
 
     async def ended(session: AgentHere) -> None:
         nonlocal watches
         watches += 1
-        if watches == 1:
-            await until(lambda: play.setting.counters["turns/asked"] == 1)
-            play.policy.gate.set()
-            raise SessionLost("host", "killed")
+        if watches <= 2:
+            await until(lambda: play.setting.counters["turns/asked"] == watches)
+            if watches == 2:
+                play.policy.gate.set()
+            raise SessionLost("host", "killed", is_suspect=True)
         await watch(session)
+
+    async def admit(session: AgentHere) -> None:
+        pass
 
     watch = AgentHere.ended
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.workers.episode.HostedSession", AgentHere)
+        patch.setattr(AgentHere, "admit", admit, raising=False)
+        patch.setattr(AgentHere, "watch", suspected.append, raising=False)
         patch.setattr(AgentHere, "ended", ended)
         assert await play.run() is StopReason.COMPLETED
+    assert suspected == []
     record = await play.record()
     judge(record, play.policy.served)
     assert {segment.attempt for segment in record} == {0}
     assert play.world.starts == [f"{KEY}/0/0"]
-    assert watches == 2
+    assert watches == 3
 
 
 async def killed_in_a_turn(play: Play, num_served: int, **spec: Any) -> None:
