@@ -377,4 +377,5 @@ class AgentEpisode:
         text = str(error) if isinstance(error, AgentFailed) else _named(error)
         for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
             text = text.replace(secret, "(key)") if secret else text
+        text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -264,6 +265,8 @@ def prompt(text):
         ("print('[' * 100_000)", "wrote a line that is no message"),
         ("write('no line')\nsys.exit(0)", "wrote a line that is no message of the Agent Client Protocol: no line"),
         ("def initialize(params):\n    return {'protocolVersion': 2}", "speaks version 2 of the protocol, not 1"),
+        ("def initialize(params):\n    return {'protocolVersion': 'v' * 999}", f"speaks version {'v' * 100} of the"),
+        ("def prompt(text):\n    refuse(-1, chr(0xD800))", "with an error: ? (-1)"),
         ("def initialize(params):\n    return None", "speaks version None of the protocol, not 1"),
         ("def session_new(params):\n    return {}", "wrote an answer to session/new without a sessionId"),
         ("def session_prompt(params):\n    return {}", "wrote an answer to session/prompt without a stopReason"),
@@ -304,6 +307,9 @@ async def test_a_login_is_named_where_the_job_has_one(tmp_path: Path) -> None:
 async def test_what_it_writes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acp_messages, "MAX_MESSAGES", 5)
     environment = acp_environment(tmp_path, "def prompt(text):\n    for n in range(4): say(text)")
+    with pytest.raises(EnvironmentFailed, match="wrote more than 5 messages"):
+        await played(environment)
+    environment = acp_environment(tmp_path, "def prompt(text):\n    for n in range(6): write('\\n')")
     with pytest.raises(EnvironmentFailed, match="wrote more than 5 messages"):
         await played(environment)
     environment = acp_environment(tmp_path, "def prompt(text):\n    say('x' * (17 << 20))")
@@ -400,6 +406,65 @@ def session_prompt(params):
     os.kill(child, signal.SIGKILL)  # a host's process would take it with it
     with pytest.raises(ProcessLookupError):
         os.kill(program, 0)
+
+
+async def test_a_program_is_ended_also_where_its_session_closes_while_it_is(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    body = f"""
+def session_prompt(params):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    send(id=HEARD[-1]["id"], result={{"stopReason": "end_turn"}})
+    assert not sys.stdin.readline()  # it is asked to end
+    pathlib.Path({str(mark)!r}).write_text(f"{{os.getpid()}}\\n")
+    time.sleep(1000)
+"""
+    session = await cancelled(acp_environment(tmp_path, body), mark, close_timeout_s=5)
+    assert (session.close_failure, session.is_stuck) == (None, False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+
+
+async def test_a_program_that_dies_has_failed_also_where_a_child_holds_its_stdout(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    body = f"""
+def prompt(text):
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path({str(mark)!r}).write_text(str(child.pid))
+    os._exit(3)
+"""
+    session = acp_environment(tmp_path, body).session(limits=Timeouts(close_timeout_s=1))
+    session.offer(LLM)
+    await session.start({"prompt": "Go."}, 0)
+    try:
+        async with asyncio.timeout(HANG_S):
+            with pytest.raises(EnvironmentFailed, match="ended with exit status 3 before it answered session/prompt"):
+                await session.ended()
+    finally:
+        await session.close()
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+
+
+async def test_what_a_program_has_left_running_may_go_on_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its TMPDIR is removed."""
+    remove, given_up = shutil.rmtree, []
+
+    def removed(path: Any, *given: Any, onerror: Any = None, **more: Any) -> None:
+        if "agent-tmp-" not in str(path):
+            return remove(path, *given, onerror=onerror, **more)
+        given_up.append(path)
+        try:
+            raise OSError(39, "Directory not empty")
+        except OSError:
+            onerror(os.rmdir, path, sys.exc_info())
+
+    monkeypatch.setattr("shutil.rmtree", removed)
+    said, _ = await played(acp_environment(tmp_path, "def prompt(text):\n    say('done')"))
+    assert said == "done"
+    (left,) = given_up
+    remove(left)
 
 
 # --- what a job says
