@@ -122,8 +122,8 @@ EVIDENCE_BYTES = 16_384
 
 
 class RewardsSpec(Documented):
-    """Rewards that come after the agent's end (by `POST /v1/episode/reward` with the reward key of the episode), and what is
-    kept of how rewards came about."""
+    """Rewards that come after the agent's end (by `POST /v1/episode/reward` with the reward key of the episode), and
+    what is kept of how rewards came about."""
 
     deadline_s: Annotated[float, Field(gt=0, le=MAX_REWARD_DEADLINE_S, allow_inf_nan=False)] | None = None
     """How long after its end an episode waits for its reward; after that it has none (`no_reward`) and is not trained.
