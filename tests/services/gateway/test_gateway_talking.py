@@ -243,6 +243,18 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
 
 
+async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_was_lost(place: Place) -> None:
+    key = await place.key(max_turns=2)
+    lost = await place.talking.ask(key, request(HI))
+    await lost.whole()
+    lost.dropped()
+    said_again = await asyncio.gather(*[place.say(key, HI) for _ in range(5)], return_exceptions=True)
+    answers = [one for one in said_again if isinstance(one, Answer)]
+    assert lost.id in {one.id for one in answers}
+    assert len(answers) == 2
+    assert (await place.talks.all(place.job))[0].num_turns == 2
+
+
 def without_numbers(text: str) -> str:
     if "boom" in text:
         raise ValueError("no")
