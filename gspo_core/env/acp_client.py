@@ -53,6 +53,8 @@ class EpisodeClient:
             raise RpcError(RESOURCE_NOT_FOUND, f"there is no file {path}") from None
         except OSError as error:
             raise RpcError(INTERNAL_ERROR, f"{path}: {error.strerror}") from None
+        except RecursionError:
+            raise RpcError(INVALID_PARAMS, "path: too deep") from None
         return {}
 
     def hear(self, method: str, params: Mapping[str, JSON]) -> None:

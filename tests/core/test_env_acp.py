@@ -167,6 +167,7 @@ def prompt(text):
         ("None", -32602, "not an absolute path"),
         ("here + chr(0)", -32602, "path: "),
         ("here + '/circle'", None, ""),
+        ("here + '/a' * 1_900", None, ""),
         ("here + '/pipe'", -32602, "is no regular file"),
         ("here", None, ""),
     ],
@@ -188,6 +189,7 @@ def prompt(text):
     say(json.dumps(ask({method!r}, path={path}, content="9")))
     for name in ("out", "leaf", "circle", "pipe"):
         os.remove(here + "/" + name)
+    assert not os.listdir(here)
 """
     said, left = await played(acp_environment(tmp_path, body))
     error = json.loads(said)
