@@ -216,6 +216,16 @@ async def test_old_traffic_goes_where_nobody_talks_any_more(place: Place) -> Non
     assert int(await place.redis.hget(job_key(place.job, "talk_used"), "bytes")) == len(young.payload)
 
 
+async def test_traffic_that_cannot_be_read_holds_up_no_other_jobs(place: Place, store: Store) -> None:
+    """Nor does it end the gateway."""
+    old = f"{NOW * 1000:.0f}-1"
+    other = (await store.jobs.create(json.dumps({"model": "m"}))).id
+    await place.redis.xadd(job_key(place.job, "traffic"), {b"k": b"0123456789ab"}, id=old)
+    await place.redis.xadd(job_key(other, "traffic"), {b"k": b"a", b"t": b"7", b"u": b"", b"d": b"old"}, id=old)
+    assert await forget(place.talks, Keep(1 << 20, 1 / 86_400)) == 1
+    assert await place.talks.traffic(other) == []
+
+
 async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
