@@ -203,6 +203,30 @@ def prompt(text):
     assert left == {}
 
 
+@pytest.mark.parametrize("method", ["fs/read_text_file", "fs/write_text_file"])
+def test_a_link_that_is_put_on_the_way_meanwhile_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A program that swaps a folder for a link, again and again, met the moment behind the look before."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    (outside / "secret").write_text("5")
+    (folder / "in").mkdir(parents=True)
+    client = acp_client.EpisodeClient(folder, "allow")
+    look = client._place
+
+    def swapped(params: Any) -> Path:
+        found = look(params)
+        (folder / "in").rmdir()
+        (folder / "in").symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(client, "_place", swapped)
+    with pytest.raises(acp_messages.RpcError):
+        client.answer(method, {"path": f"{folder}/in/secret", "content": "9"})
+    assert (outside / "secret").read_text() == "5"
+
+
 async def test_other_files_that_cannot_be_read_are_refused_by_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
