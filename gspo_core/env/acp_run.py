@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -27,7 +27,7 @@ from gspo_core.env.acp_messages import (
     RpcError,
     StreamEnded,
 )
-from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, Llm, end_of, variables_for
+from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, Llm, end_of, remove, variables_for
 from gspo_core.env.contract import PhaseLimits
 from gspo_core.json_value import JSON
 from gspo_core.placeholders import NoSuchField, filled
@@ -89,6 +89,15 @@ def acp_run(
     return FunctionRun(session.play)
 
 
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="agent-tmp-")
+    try:
+        yield folder
+    finally:
+        remove(Path(folder))
+
+
 class AcpSession:
     def __init__(
         self,
@@ -112,9 +121,7 @@ class AcpSession:
     async def play(self) -> str:
         """What it said. Raises ``AgentFailed``. When this is cancelled, so is the agent's turn."""
         name = self._command[0]
-        # What it has left running may still write there.
-        folder = tempfile.TemporaryDirectory(prefix="agent-tmp-", ignore_cleanup_errors=True)
-        with folder as scratch, tempfile.TemporaryFile() as errors:
+        with _scratch_folder() as scratch, tempfile.TemporaryFile() as errors:
             async with self._program(scratch, errors) as (process, reader):
                 assert process.stdin is not None
                 try:

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
-from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import (
@@ -331,7 +330,7 @@ class AgentEpisode:
         self._caller.close()
         self._judging.close()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove(self._scratch)
 
     def _make_run(self, task: Mapping[str, JSON], llm: Llm) -> AgentRun:
         environment = self._environment
