@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from gspo_core.json_value import JSON
 
-PLACEHOLDER = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
+# One way to match each text: blanks are no part of the pattern, but many of them would be tried in many ways.
+PLACEHOLDER = re.compile(r"\{\{([^{}]*)\}\}")
 TASK_NAME = re.compile(r"task(\.[A-Za-z0-9_-]+)*")
 
 
@@ -20,17 +21,18 @@ class NoSuchField(ValueError):
 
 
 def names_in(text: str) -> list[str]:
-    return [found[1] for found in PLACEHOLDER.finditer(text)]
+    return [found[1].strip() for found in PLACEHOLDER.finditer(text)]
 
 
 def filled(text: str, task: Mapping[str, JSON], others: Mapping[str, Callable[[], str]]) -> str:
     """``text`` with the values of the task and of ``others``. Raises ``NoSuchField``."""
 
     def value_of(found: re.Match[str]) -> str:
-        if found[1] in others:
-            return others[found[1]]()
+        name = found[1].strip()
+        if name in others:
+            return others[name]()
         value: JSON = dict(task)
-        path = found[1].split(".")[1:]
+        path = name.split(".")[1:]
         for part in path:
             if not isinstance(value, dict) or part not in value:
                 raise NoSuchField(f"the task has no field {'.'.join(path)}, which the prompt names")

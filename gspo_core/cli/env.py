@@ -25,7 +25,7 @@ without a call. :tools shows the tools, an empty line or :end ends the episode."
 
 def validate(arguments: argparse.Namespace) -> int:
     order: dict[str, JSON] = {"ref": arguments.ref, "config": config_of(arguments.config)}
-    order |= {"agent": None if arguments.agent is None else json_object(arguments.agent, "--agent", "as a job has it")}
+    order |= {"agent": None if arguments.agent is None else _agent_of(arguments.agent)}
     order |= {"model": arguments.model, "timeout_s": arguments.timeout}
     report = examine(order, _say_nothing if arguments.json else _say_found, _say_still)
     print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else f"\n{report.verdict}")
@@ -80,6 +80,22 @@ def json_object(text: str, option: str, what: str) -> dict[str, JSON]:
     if not isinstance(value, dict):
         raise CommandError(f"{option} must be a JSON object, {what}")
     return value
+
+
+def _agent_of(text: str) -> dict[str, JSON]:
+    """Refused where a job that says it would be."""
+    from pydantic import ValidationError
+
+    from gspo_core.problems import problems
+    from gspo_core.spec import AgentSpec
+
+    given = json_object(text, "--agent", "as a job has it")
+    try:
+        AgentSpec.model_validate(given)
+    except ValidationError as error:
+        found = "; ".join(one.message for one in problems(error, AgentSpec, given))
+        raise CommandError(f"--agent: {found}") from None
+    return given
 
 
 async def _play(environment: Environment, arguments: argparse.Namespace) -> int:

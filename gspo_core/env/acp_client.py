@@ -6,6 +6,7 @@ was offered, is answered with an error of the protocol. Nothing is asked of a pe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import deque
@@ -20,6 +21,8 @@ from gspo_core.json_value import JSON
 CAPABILITIES: Mapping[str, JSON] = {"fs": {"readTextFile": True, "writeTextFile": True}, "terminal": False}
 MAX_FILE_BYTES = 8 << 20
 MAX_SAID_CHARS = 1 << 20
+MAX_DEPTH = 256
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 Permissions = Literal["allow", "reject"]
 _KINDS = {"allow": ("allow_once", "allow_always"), "reject": ("reject_once", "reject_always")}
 
@@ -47,8 +50,8 @@ class EpisodeClient:
         path = self._place(params)
         try:
             if method == "fs/read_text_file":
-                return {"content": _lines(_read(path), params)}
-            _write(path, params)
+                return {"content": _lines(_read(self._folder, path), params)}
+            _write(self._folder, path, params)
         except FileNotFoundError:
             raise RpcError(RESOURCE_NOT_FOUND, f"there is no file {path}") from None
         except OSError as error:
@@ -99,12 +102,31 @@ class EpisodeClient:
             raise RpcError(INVALID_PARAMS, f"path: {error}") from None
         if not path.is_relative_to(self._folder):
             raise RpcError(INVALID_PARAMS, f"{given[:1000]} is not in the session's folder {self._folder}")
+        if len(path.parts) - len(self._folder.parts) > MAX_DEPTH:
+            raise RpcError(INVALID_PARAMS, f"path: deeper than {MAX_DEPTH} folders")
         return path
 
 
-def _read(path: Path) -> str:
-    # What is no regular file must not hold this up, nor a link that was put there since.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _opened(folder: Path, path: Path, flags: int) -> int:
+    """A descriptor of the file; no link is followed that was put on the way since. Missing folders are made where the
+    file is to be. What is no regular file does not hold this up."""
+    *above, name = path.relative_to(folder).parts or (".",)
+    at = os.open(folder, _FOLDER)
+    try:
+        for part in above:
+            if flags & os.O_CREAT:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=at)
+            inner = os.open(part, _FOLDER, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def _read(folder: Path, path: Path) -> str:
+    descriptor = _opened(folder, path, os.O_RDONLY)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise RpcError(INVALID_PARAMS, f"{path} is no regular file")
@@ -127,14 +149,12 @@ def _lines(text: str, params: Mapping[str, JSON]) -> str:
     return "".join(StringIO(text, newline="\n").readlines()[first:][:most])
 
 
-def _write(path: Path, params: Mapping[str, JSON]) -> None:
+def _write(folder: Path, path: Path, params: Mapping[str, JSON]) -> None:
     content = params.get("content")
     if not isinstance(content, str):
         raise RpcError(INVALID_PARAMS, "content is no text")
     data = content.encode("utf-8", "replace")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = _opened(folder, path, os.O_WRONLY | os.O_CREAT)
     with open(descriptor, "wb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise RpcError(INVALID_PARAMS, f"{path} is no regular file")

@@ -111,9 +111,9 @@ class Connection:
                 line = error.partial
             except asyncio.LimitOverrunError:
                 raise BrokenProtocol(f"a line of more than {MAX_LINE_BYTES} bytes") from None
-        self._num_read += 1
-        if self._num_read > MAX_MESSAGES:
-            raise BrokenProtocol(f"more than {MAX_MESSAGES} messages")
+            self._num_read += 1
+            if self._num_read > MAX_MESSAGES:
+                raise BrokenProtocol(f"more than {MAX_MESSAGES} messages")
         try:
             message: JSON = json.loads(line)
         except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,12 +21,13 @@ from gspo_core.env.acp_client import CAPABILITIES, EpisodeClient, Permissions
 from gspo_core.env.acp_messages import (
     AUTH_REQUIRED,
     MAX_LINE_BYTES,
+    MAX_SHOWN_CHARS,
     BrokenProtocol,
     Connection,
     RpcError,
     StreamEnded,
 )
-from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, Llm, end_of, variables_for
+from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, Llm, end_of, remove, variables_for
 from gspo_core.env.contract import PhaseLimits
 from gspo_core.json_value import JSON
 from gspo_core.placeholders import NoSuchField, filled
@@ -88,6 +89,15 @@ def acp_run(
     return FunctionRun(session.play)
 
 
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="agent-tmp-")
+    try:
+        yield folder
+    finally:
+        remove(Path(folder))
+
+
 class AcpSession:
     def __init__(
         self,
@@ -111,7 +121,7 @@ class AcpSession:
     async def play(self) -> str:
         """What it said. Raises ``AgentFailed``. When this is cancelled, so is the agent's turn."""
         name = self._command[0]
-        with tempfile.TemporaryDirectory(prefix="agent-tmp-") as scratch, tempfile.TemporaryFile() as errors:
+        with _scratch_folder() as scratch, tempfile.TemporaryFile() as errors:
             async with self._program(scratch, errors) as (process, reader):
                 assert process.stdin is not None
                 try:
@@ -137,7 +147,7 @@ class AcpSession:
             version, self._methods = told.get("protocolVersion"), told.get("authMethods")
             if version != PROTOCOL_VERSION:
                 raise AgentFailed(
-                    f"{self._command[0]} speaks version {version} of the protocol, not {PROTOCOL_VERSION}"
+                    f"{self._command[0]} speaks version {str(version)[:100]} of the protocol, not {PROTOCOL_VERSION}"
                 )
             if self._start.login is not None:
                 await self._ask(connection, "authenticate", {"methodId": self._start.login})
@@ -176,7 +186,8 @@ class AcpSession:
             return str(error)
         given = self._methods if isinstance(self._methods, list) else []
         methods = ", ".join(str(one.get("id")) for one in given if isinstance(one, dict))
-        return f"{error}. It wants a login; agent.acp.login names one of its methods ({methods or 'it has none'})"
+        shown = methods[:MAX_SHOWN_CHARS] or "it has none"
+        return f"{error}. It wants a login; agent.acp.login names one of its methods ({shown})"
 
     @contextlib.asynccontextmanager
     async def _program(
@@ -192,12 +203,25 @@ class AcpSession:
             reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
             loop = asyncio.get_running_loop()
             pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), output)
+            watching = asyncio.create_task(self._close_after(process, pipe))
             try:
                 yield process, reader
             finally:
-                await self._end(process)
-                pipe.close()
-                await asyncio.sleep(0)  # the loop closes it
+                watching.cancel()
+                ending = asyncio.create_task(self._end(process))
+                try:
+                    await asyncio.shield(ending)
+                finally:
+                    await ending  # also where this was cancelled meanwhile
+                    pipe.close()
+                    await asyncio.sleep(0)  # the loop closes it
+
+    async def _close_after(self, process: asyncio.subprocess.Process, pipe: asyncio.BaseTransport) -> None:
+        """What a program has left running may hold its stdout open after its end, and writes nothing for it."""
+        while not await self._has_ended(process):
+            pass
+        await asyncio.sleep(self._end_s)
+        pipe.close()
 
     async def _started(self, scratch: str, into: int, errors: IO[bytes]) -> asyncio.subprocess.Process:
         try:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,3 +172,9 @@ def end_of(file: IO[bytes], most_bytes: int) -> str:
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - most_bytes))
     return file.read(most_bytes).decode("utf-8", "replace")
+
+
+def remove(folder: Path) -> None:
+    """As far as it can be: what an agent left running may still write there, and its folders may be too deep."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)

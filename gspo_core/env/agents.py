@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
-from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import (
@@ -331,7 +330,7 @@ class AgentEpisode:
         self._caller.close()
         self._judging.close()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove(self._scratch)
 
     def _make_run(self, task: Mapping[str, JSON], llm: Llm) -> AgentRun:
         environment = self._environment
@@ -377,4 +376,5 @@ class AgentEpisode:
         text = str(error) if isinstance(error, AgentFailed) else _named(error)
         for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
             text = text.replace(secret, "(key)") if secret else text
+        text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None

@@ -29,7 +29,7 @@ from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
-from services.gateway.plan import Beginning, Encoded, Plan, too_long
+from services.gateway.plan import Beginning, Encoded, Plan
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
@@ -141,7 +141,11 @@ class AgentEpisode:
             turn = self._again(ask) or self._begin(ask, None)
         else:
             async with self._in_turn(ask.digest):
-                await self._plan.check_fits(ask, self._order.max_context_tokens)
+                num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
+                self._check_alive()
+                if num_beyond is not None:
+                    self._budget.check(len(self.history.entries), self.num_calls)
+                    raise self._too_long(f"more than {num_beyond}")
                 encoded = await self._plan.encoded(ask)
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
@@ -284,8 +288,7 @@ class AgentEpisode:
         place = self._plan.place(ask)
         beginning = self._plan.beginning(place, ask, encoded)
         if beginning.num_prompt >= self._order.max_context_tokens:
-            self._budget.stopped = StopReason.CONTEXT_OVERFLOW
-            raise too_long(beginning.num_prompt, self._order.max_context_tokens)
+            raise self._too_long(beginning.num_prompt)
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
         entry.num_begun = beginning.num_begun
@@ -302,6 +305,11 @@ class AgentEpisode:
         taped = self._open(entry.number, beginning)
         taped.asked, taped.user = _asked(entry, place, ask), ask.user
         return self._alive(entry, taped, ask)
+
+    def _too_long(self, num_tokens: int | str) -> Refusal:
+        self._budget.stopped = StopReason.CONTEXT_OVERFLOW
+        message = f"the conversation has {num_tokens} tokens; it must have fewer than {self._order.max_context_tokens}"
+        return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
     def _open(self, number: int, beginning: Beginning) -> TapedTurn:
         after, tape = beginning.after, self._tape

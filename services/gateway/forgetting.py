@@ -9,6 +9,7 @@ import asyncio
 
 from services.process.telemetry import get_logger
 from services.state.away import Away, RedisFault
+from services.state.refusals import Refused
 from services.state.talks import MOST_AT_ONCE, Keep, Talks
 
 EVERY_S = 600.0
@@ -27,10 +28,13 @@ async def forget(talks: Talks, keep: Keep) -> int:
     """How many segments are gone. Raises ``Away`` and ``RedisFault``."""
     count = 0
     for job in await talks.jobs():
-        while (dropped := await talks.drop_old(job, keep)) > 0:
-            count += dropped
-            if dropped < MOST_AT_ONCE:
-                break
+        try:
+            while (dropped := await talks.drop_old(job, keep)) > 0:
+                count += dropped
+                if dropped < MOST_AT_ONCE:
+                    break
+        except Refused as error:  # what others have to be forgotten is forgotten all the same
+            get_logger().warning("old traffic of a job stays", job=job, error=str(error))
     if count:
         get_logger().info("old traffic dropped", segments=count, days=keep.days)
     return count

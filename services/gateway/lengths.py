@@ -45,6 +45,7 @@ def _pieces(ask: Ask) -> Iterator[str]:
 
 
 def _read_whole(ask: Ask) -> Iterator[str]:
-    """Texts that every template shows the model: of its own words some leave out what it thought."""
-    yield from (tool["function"].get("description", "") for tool in ask.tools)
-    yield from (text_of(message) for message in ask.messages if message["role"] != "assistant")
+    """Texts that every template shows the model: of its own words some leave out what it thought, and of others' the
+    blanks around them."""
+    yield from (tool["function"].get("description", "").strip() for tool in ask.tools)
+    yield from (text_of(message).strip() for message in ask.messages if message["role"] != "assistant")

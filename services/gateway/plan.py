@@ -71,12 +71,11 @@ class Plan:
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    async def check_fits(self, ask: Ask, num_most: int) -> None:
-        """Raises ``Refusal`` for a conversation far beyond so many tokens, before it is encoded as a whole."""
-        if may_be_too_long(ask, num_most):
-            encode = self._codec.tokenizer.encode
-            if (num_tokens := await asyncio.to_thread(num_beyond, ask, encode, num_most)) is not None:
-                raise too_long(f"more than {num_tokens}", num_most)
+    async def num_beyond(self, ask: Ask, num_most: int) -> int | None:
+        """So many tokens at least of a conversation far beyond ``num_most``, before it is encoded as a whole."""
+        if not may_be_too_long(ask, num_most):
+            return None
+        return await asyncio.to_thread(num_beyond, ask, self._codec.tokenizer.encode, num_most)
 
     async def encoded(self, ask: Ask) -> Encoded | None:
         """None for a request that is short, or repeats another. Raises ``Refusal``."""
@@ -200,11 +199,6 @@ class Plan:
             known = tools_digest, len(taped.sampled), self._codec.message(taped.said, ask.tools)
             self._messages[turn] = known
         return known[2]
-
-
-def too_long(num_tokens: int | str, num_most: int) -> Refusal:
-    message = f"the conversation has {num_tokens} tokens; it must have fewer than {num_most}"
-    return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
 
 def _unreadable(error: Exception) -> Refusal:

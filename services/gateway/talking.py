@@ -8,9 +8,10 @@ at every request, so one that was revoked or is used up is refused at the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn, cast
 
@@ -113,17 +114,16 @@ class Talking:
         self._redact = redact
         self._conversations: OrderedDict[int, tuple[tuple[str, str], AgentEpisode]] = OrderedDict()
         """By trace, each with its key and its user; the one that was silent longest first."""
+        self._repeated: set[str] = set()
 
     async def ask(self, key: str, ask: Ask) -> Delivery:
         if ask.unsupported:
             raise ask.unsupported[0]  # no job says otherwise
-        presented = Presented.read(key)
-        found = None if presented is None else self._continued(presented.id, ask)
-        is_new = found is None or not found.gives_again(ask)
-        presented, _ = await self._known(key, num_turns=int(is_new))
-        job = await self._jobs.get(presented.job)
-        conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
-        return await conversation.ask(ask)
+        with self._repeating(Presented.read(key), ask) as is_given_again:
+            presented, _ = await self._known(key, num_turns=int(not is_given_again))
+            job = await self._jobs.get(presented.job)
+            conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
+            return await conversation.ask(ask)
 
     async def count_tokens(self, key: str, ask: Ask) -> int:
         presented, _ = await self._known(key)
@@ -163,6 +163,21 @@ class Talking:
         if found.expires_at is not None and found.expires_at < self._now():
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
         return presented, found
+
+    @contextlib.contextmanager
+    def _repeating(self, presented: Presented | None, ask: Ask) -> Iterator[bool]:
+        """Whether it gets a turn that was used up before. Of equal requests at once that is one: a turn that was lost
+        is given again to one of them, and the others begin turns."""
+        name = "" if presented is None else f"{presented.id} {ask.digest}"
+        found = None if presented is None or name in self._repeated else self._continued(presented.id, ask)
+        is_given_again = found is not None and found.gives_again(ask)
+        if is_given_again:
+            self._repeated.add(name)
+        try:
+            yield is_given_again
+        finally:
+            if is_given_again:
+                self._repeated.discard(name)
 
     def _continued(self, key: str, ask: Ask) -> AgentEpisode | None:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""

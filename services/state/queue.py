@@ -82,7 +82,7 @@ EXPIRED_PER_CALL = 64
 ITEMS_OF_A_REWARD = 3
 MAX_REASON_CHARS = 500
 MAX_NOTE_CHARS = 500
-_OVER = (b"", b"dead", b"done", b"waiting")
+_OVER = (b"gone", b"dead", b"done", b"waiting")
 
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from gspo_core.env import AgentStart, EnvironmentFailed, Timeouts, acp_client, a
 from gspo_core.env.acp_run import AcpStart
 from gspo_core.spec import AgentSpec
 from gspo_core.testing import validate
-from tests.core.acp_kit import LLM, acp_environment, played
+from tests.core.acp_kit import LLM, acp_environment, played, played_session
 from tests.patience import HANG_S
 
 SAYS_ALL = "def prompt(text):\n    say(json.dumps({message['method']: message.get('params') for message in HEARD}))"
@@ -166,6 +168,7 @@ def prompt(text):
         ("None", -32602, "not an absolute path"),
         ("here + chr(0)", -32602, "path: "),
         ("here + '/circle'", None, ""),
+        ("here + '/a' * 1_900", None, ""),
         ("here + '/pipe'", -32602, "is no regular file"),
         ("here", None, ""),
     ],
@@ -187,6 +190,7 @@ def prompt(text):
     say(json.dumps(ask({method!r}, path={path}, content="9")))
     for name in ("out", "leaf", "circle", "pipe"):
         os.remove(here + "/" + name)
+    assert not os.listdir(here)
 """
     said, left = await played(acp_environment(tmp_path, body))
     error = json.loads(said)
@@ -198,6 +202,30 @@ def prompt(text):
     assert error["code"] < 0
     assert (outside / "secret").read_text() == "5"
     assert left == {}
+
+
+@pytest.mark.parametrize("method", ["fs/read_text_file", "fs/write_text_file"])
+def test_a_link_that_is_put_on_the_way_meanwhile_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A program that swaps a folder for a link, again and again, met the moment behind the look before."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    (outside / "secret").write_text("5")
+    (folder / "in").mkdir(parents=True)
+    client = acp_client.EpisodeClient(folder, "allow")
+    look = client._place
+
+    def swapped(params: Any) -> Path:
+        found = look(params)
+        (folder / "in").rmdir()
+        (folder / "in").symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(client, "_place", swapped)
+    with pytest.raises(acp_messages.RpcError):
+        client.answer(method, {"path": f"{folder}/in/secret", "content": "9"})
+    assert (outside / "secret").read_text() == "5"
 
 
 async def test_other_files_that_cannot_be_read_are_refused_by_why(
@@ -264,6 +292,8 @@ def prompt(text):
         ("print('[' * 100_000)", "wrote a line that is no message"),
         ("write('no line')\nsys.exit(0)", "wrote a line that is no message of the Agent Client Protocol: no line"),
         ("def initialize(params):\n    return {'protocolVersion': 2}", "speaks version 2 of the protocol, not 1"),
+        ("def initialize(params):\n    return {'protocolVersion': 'v' * 999}", f"speaks version {'v' * 100} of the"),
+        ("def prompt(text):\n    refuse(-1, chr(0xD800))", "with an error: ? (-1)"),
         ("def initialize(params):\n    return None", "speaks version None of the protocol, not 1"),
         ("def session_new(params):\n    return {}", "wrote an answer to session/new without a sessionId"),
         ("def session_prompt(params):\n    return {}", "wrote an answer to session/prompt without a stopReason"),
@@ -304,6 +334,9 @@ async def test_a_login_is_named_where_the_job_has_one(tmp_path: Path) -> None:
 async def test_what_it_writes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acp_messages, "MAX_MESSAGES", 5)
     environment = acp_environment(tmp_path, "def prompt(text):\n    for n in range(4): say(text)")
+    with pytest.raises(EnvironmentFailed, match="wrote more than 5 messages"):
+        await played(environment)
+    environment = acp_environment(tmp_path, "def prompt(text):\n    for n in range(6): write('\\n')")
     with pytest.raises(EnvironmentFailed, match="wrote more than 5 messages"):
         await played(environment)
     environment = acp_environment(tmp_path, "def prompt(text):\n    say('x' * (17 << 20))")
@@ -400,6 +433,77 @@ def session_prompt(params):
     os.kill(child, signal.SIGKILL)  # a host's process would take it with it
     with pytest.raises(ProcessLookupError):
         os.kill(program, 0)
+
+
+async def test_a_program_is_ended_also_where_its_session_closes_while_it_is(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    body = f"""
+def session_prompt(params):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    send(id=HEARD[-1]["id"], result={{"stopReason": "end_turn"}})
+    assert not sys.stdin.readline()  # it is asked to end
+    pathlib.Path({str(mark)!r}).write_text(f"{{os.getpid()}}\\n")
+    time.sleep(1000)
+"""
+    session = await cancelled(acp_environment(tmp_path, body), mark, close_timeout_s=5)
+    assert (session.close_failure, session.is_stuck) == (None, False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+
+
+async def test_a_program_that_dies_has_failed_also_where_a_child_holds_its_stdout(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    body = f"""
+def prompt(text):
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path({str(mark)!r}).write_text(str(child.pid))
+    os._exit(3)
+"""
+    session = acp_environment(tmp_path, body).session(limits=Timeouts(close_timeout_s=1))
+    session.offer(LLM)
+    await session.start({"prompt": "Go."}, 0)
+    try:
+        async with asyncio.timeout(HANG_S):
+            with pytest.raises(EnvironmentFailed, match="ended with exit status 3 before it answered session/prompt"):
+                await session.ended()
+    finally:
+        await session.close()
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+
+
+async def test_what_a_program_has_left_running_may_go_on_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its TMPDIR is removed."""
+    remove = shutil.rmtree
+
+    def removed(path: Any, ignore_errors: bool = False, **more: Any) -> None:
+        remove(path, ignore_errors, **more)
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr("shutil.rmtree", removed)
+    said, _ = await played(acp_environment(tmp_path, "def prompt(text):\n    say('done')"))
+    assert said == "done"
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "GSPO_FOLDER"])
+async def test_folders_that_are_too_deep_to_be_removed_fail_no_episode(tmp_path: Path, name: str) -> None:
+    body = f"""
+def prompt(text):
+    os.chdir(os.environ[{name!r}])
+    for number in range(3_000):
+        os.mkdir("a")
+        os.chdir("a")
+    say(os.environ[{name!r}])
+"""
+    environment = acp_environment(tmp_path, body)
+    environment.home.get_reward = lambda self, result: {result: 1.0}
+    async with played_session(environment) as session:
+        _, left = await session.score()
+    (folder,) = left
+    subprocess.run(["rm", "-rf", "--", folder], check=True)  # noqa: ASYNC221
 
 
 # --- what a job says

@@ -476,6 +476,22 @@ def test_a_judge_is_shown_with_its_prompt_for_the_first_task(agents: str) -> Non
     assert long.endswith("x [... 60,010 characters in all]")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ('{"command": ["a"], "acp": {"promt": "x"}}', "acp.promt"),
+        ('{"command": ["a"], "acp": {"prompt": "{{answer}}"}}', "there is no {{answer}}"),
+        ('{"command": ["a"], "acp": {"permissions": "rejct"}}', "acp.permissions"),
+        ('{"acp": {}}', "give command too"),
+    ],
+)
+def test_the_command_refuses_what_a_job_may_not_say(
+    agents: str, capsys: pytest.CaptureFixture[str], given: str, words: str
+) -> None:
+    assert main(["env", "validate", f"{agents}:World", "--agent", given]) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_the_command_examines_an_agent(agents: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "validate", f"{agents}:run"]) == 0
     assert main(["env", "validate", f"{agents}:World", "--agent", '{"command": ["/no/such/program"]}']) == 1

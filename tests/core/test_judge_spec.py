@@ -56,6 +56,13 @@ def test_the_prompt_is_filled_in_once() -> None:
         spec.ask(str, "", {"deep": "flat"})
 
 
+def test_many_blanks_in_a_prompt_take_no_time() -> None:
+    """Whoever submits a job writes it, and the API reads it; in time with the cube of it this took hours."""
+    blanks = " " * 30_000
+    assert judge(prompt="{{" + blanks + "{{answer}}").ask(str, "that", {}) == "{{" + blanks + "that"
+    assert judge(prompt="{{" + blanks + "answer" + blanks + "}}").ask(str, "that", {}) == "that"
+
+
 def test_a_conversation_is_read_only_where_it_is_asked_for() -> None:
     assert judge().ask(lambda: pytest.fail("not asked for"), "that", {}) == "How good is that?"
 

@@ -24,15 +24,15 @@ local function stage_of(state)
 end
 
 -- episode -> the worker that holds it, "" for none; with "erased" behind it: 1 if it was erased, else 0; with "stage": how
--- far it is, "" where its group is settled or its job is over. One function, so that a gateway needs no permission that
--- it did not have.
+-- far it is, "gone" where its group is settled or its job is over. One function, so that a gateway needs no permission
+-- that it did not have; functions from before "stage" answer with the worker then.
 register("holder_of", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local state = view_episode(K, args[1])
   if args[2] == "erased" then
     return state and state.erased and 1 or 0
   elseif args[2] == "stage" then
-    return state and stage_of(state) or ""
+    return state and stage_of(state) or "gone"
   end
   local packed = state and stage_of(state) == "held" and redis.call("HGET", K.holders, state.token)
   return packed and worker_of(packed) or ""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gspo_core.chat import HermesCodec
+from gspo_core.types import StopReason
 from services.gateway.lengths import LONG_BYTES, may_be_too_long, num_beyond
 from services.gateway.turns import Refusal, RefusalKind
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
@@ -128,8 +129,18 @@ async def test_what_cannot_fit_is_refused_before_it_is_encoded_as_a_whole(codec:
         with pytest.raises(Refusal, match=r"has more than \d+ tokens; it must have fewer than 1000") as refusal:
             await bench.episode.ask(ask)
         assert refusal.value.kind is RefusalKind.TOO_LONG
+        assert bench.episode.stopped is StopReason.CONTEXT_OVERFLOW  # so that an agent that fails then has played
+        bench = Bench(watched, context_tokens=1_000)  # type: ignore[arg-type]
     assert watched.calls == []
     assert not bench.episode.history.entries
+
+
+async def test_what_cannot_fit_is_refused_by_a_limit_that_was_met_before_it(codec: HermesCodec):
+    bench = Bench(codec, context_tokens=1_000, limits={"max_turns": 1})
+    await bench.ask(user("a"))
+    with pytest.raises(Refusal, match="max_turns") as refusal:
+        await bench.ask(user("one two " * 30_000))
+    assert (refusal.value.kind, bench.episode.stopped) == (RefusalKind.OVER_BUDGET, StopReason.MAX_TURNS)
 
 
 def test_nobody_is_refused_who_might_fit():
@@ -141,6 +152,7 @@ def test_nobody_is_refused_who_might_fit():
     left_out = request(user("a"), assistant, user("b"))
     assert may_be_too_long(left_out, 10_000)
     assert num_beyond(left_out, list, 10_000) is None
+    assert num_beyond(request(user("a" + " \n" * 100_000)), list, 10_000) is None  # some templates strip it
     assert num_beyond(request(user("one two " * 100_000)), list, 10_000)
 
 

@@ -216,6 +216,16 @@ async def test_old_traffic_goes_where_nobody_talks_any_more(place: Place) -> Non
     assert int(await place.redis.hget(job_key(place.job, "talk_used"), "bytes")) == len(young.payload)
 
 
+async def test_traffic_that_cannot_be_read_holds_up_no_other_jobs(place: Place, store: Store) -> None:
+    """Nor does it end the gateway."""
+    old = f"{NOW * 1000:.0f}-1"
+    other = (await store.jobs.create(json.dumps({"model": "m"}))).id
+    await place.redis.xadd(job_key(place.job, "traffic"), {b"k": b"0123456789ab"}, id=old)
+    await place.redis.xadd(job_key(other, "traffic"), {b"k": b"a", b"t": b"7", b"u": b"", b"d": b"old"}, id=old)
+    assert await forget(place.talks, Keep(1 << 20, 1 / 86_400)) == 1
+    assert await place.talks.traffic(other) == []
+
+
 async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
@@ -241,6 +251,18 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert (await place.talks.all(place.job))[0].num_turns == 2
     assert (await place.say(key, HI, is_retry=True)).id == first.id  # also when all is used up
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
+
+
+async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_was_lost(place: Place) -> None:
+    key = await place.key(max_turns=2)
+    lost = await place.talking.ask(key, request(HI))
+    await lost.whole()
+    lost.dropped()
+    said_again = await asyncio.gather(*[place.say(key, HI) for _ in range(5)], return_exceptions=True)
+    answers = [one for one in said_again if isinstance(one, Answer)]
+    assert lost.id in {one.id for one in answers}
+    assert len(answers) == 2
+    assert (await place.talks.all(place.job))[0].num_turns == 2
 
 
 def without_numbers(text: str) -> str:

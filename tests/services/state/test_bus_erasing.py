@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.functions import Functions
+from services.state.functions import Functions, library
 from services.state.keys import bus_keys
 from services.state.loans import Loans
 from services.state.queue import Append, Bus, EpisodeLease, Fenced, Snapshot, Stage
@@ -206,3 +206,16 @@ async def test_a_trainer_of_an_earlier_release_reads_what_it_knows(bus: Bus, cla
     await bus.erase(leases[1].key)
     (row,) = await Functions(redis_client).call("ready", bus_keys(claim.job_id), "waited")
     assert row[5:] == [b"1", 0]
+
+
+async def test_functions_of_an_older_process_call_no_episode_over(bus: Bus, claim: Claim, redis_client: Redis) -> None:
+    """A process that was started before may load them again, and they know nothing of stages."""
+    _, (held, _) = await leased(bus, claim)
+    await bus.dispatch(claim.job_id, claim.token, 1, size=1, split=Split.TRAIN, task_index=0, bytes_per_episode=100)
+    queued, unknown = EpisodeKey(claim.job_id, 1, 0), EpisodeKey(claim.job_id, 7, 0)
+    source, _ = library()
+    for is_known in (True, False):
+        known = source if is_known else source.replace('args[2] == "stage"', "false")
+        assert is_known == (known == source)
+        await redis_client.function_load(known, replace=True)
+        assert [await bus.is_over(key) for key in (held.key, queued, unknown)] == [False, False, is_known]
