@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import sys
 import threading
@@ -226,7 +227,7 @@ def oracle_of(environment: Environment) -> Oracle | None:
 
 def _author_frame(thread: threading.Thread) -> FrameType | None:
     """The outermost call of code outside of this library that a thread is in; None where it is in none."""
-    frame, found = sys._current_frames().get(thread.ident or -1), None
+    frame, found = _frame_of(thread), None
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_MACHINERY):
             found = frame
@@ -234,9 +235,21 @@ def _author_frame(thread: threading.Thread) -> FrameType | None:
     return found
 
 
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Without garbage being collected meanwhile: Python 3.11 before 3.11.9 stops for ever where a collection lets
+    another thread run that begins or ends (python/cpython#106883)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or -1)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _where(thread: threading.Thread) -> str | None:
     """The innermost place outside of this library at which a thread stands; None where it stands in none."""
-    frame = sys._current_frames().get(thread.ident or -1)
+    frame = _frame_of(thread)
     stack = traceback.extract_stack(frame) if frame is not None else []
     foreign = [entry for entry in stack if not entry.filename.startswith(_MACHINERY)]
     if not foreign:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import random
@@ -21,6 +22,7 @@ import gspo_core.testing.watch
 from gspo_core.cli import main
 from gspo_core.env import from_trl
 from gspo_core.testing import Check, EnvironmentRefused, EnvironmentReport, Status, check_environment, validate
+from gspo_core.testing.watch import _author_frame, _where
 from tests.apparatus.processes import is_running
 from tests.core.chat_kit import write_tokenizer
 
@@ -562,6 +564,21 @@ def test_threads_that_stay_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         Starting.may_end.set()
     (told,) = [check.message for check in report.checks if check.id == "close"]
     assert re.fullmatch(r"\d+ threads are still there 0.05 s after every episode was closed", told)
+
+
+def test_frames_are_looked_at_while_no_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def frames() -> dict[int, Any]:
+        seen.append(gc.isenabled())
+        raise RuntimeError("no frames")
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    for look in (_author_frame, _where):
+        with pytest.raises(RuntimeError, match="no frames"):
+            look(threading.current_thread())
+    assert seen == [False, False]
+    assert gc.isenabled()
 
 
 def test_other_forms_than_a_class_are_checked_too() -> None:
