@@ -24,6 +24,7 @@ from services.hosts.walls import control_groups, tiers
 from services.hosts.walls.control_groups import ALL, PREFIX, Group
 from services.hosts.walls.tiers import Tier
 from tests.services.hosts import hogs
+from tests.services.hosts.test_host import processes
 
 OFFERED, REFUSED = control_groups.offer()
 HAS_WALL = tiers.WALLS[Tier.WALL].refusal() is None
@@ -76,9 +77,9 @@ async def test_a_host_is_in_a_group_of_its_own_that_goes_with_it(project: Path) 
     one, two = await hosted(project, num_processes=77), await hosted(project)
     try:
         session = await begun(one)
-        groups = set(folders_of(one.pool.pids[0]))
+        groups = set(folders_of((await processes(one))[0]))
         await begun(two)
-        others = set(folders_of(two.pool.pids[0]))
+        others = set(folders_of((await processes(two))[0]))
         assert groups
         assert {folder.name for folder in groups} != {folder.name for folder in others}
         assert len({folder.name for folder in groups}) == 1
@@ -132,7 +133,7 @@ async def test_a_process_that_its_group_ended_is_told_as_over_its_memory(project
     environment = await HostedEnvironment.open(order, causes.append, boot=boot)
     try:
         session = await begun(environment)
-        for folder in folders_of(environment.pool.pids[0]):
+        for folder in folders_of((await processes(environment))[0]):
             for name in ("memory.limit_in_bytes", "memory.max"):
                 if (folder / name).exists():
                     (folder / name).write_text(str(64 << 20))

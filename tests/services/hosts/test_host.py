@@ -53,6 +53,12 @@ async def begun(environment: HostedEnvironment, index: int = 0, limits: Timeouts
     return session
 
 
+async def processes(environment: HostedEnvironment) -> list[int]:
+    """Their numbers, each of which comes on a way of its own, perhaps after a session's first answer."""
+    await until(lambda: 0 < len(environment.pool.pids) == environment.pool.num_processes)
+    return environment.pool.pids
+
+
 async def gone(*pids: int) -> None:
     deadline = time.monotonic() + SOON_S
     while any(is_running(pid) for pid in pids):
@@ -340,7 +346,7 @@ async def test_a_killed_host_comes_up_again_and_nobody_is_charged(host: Open, co
     environment = await host("Light")
     first, second = await begun(environment, 1), await begun(environment, 2)
     await first.act(call("add", amount=5))
-    (*pids,) = environment.pool.pids
+    pids = await processes(environment)
     waiting = asyncio.create_task(second.act(call("rest", seconds=0.3)))
     await asyncio.sleep(0.1)
     old = environment.pool.server_pid
@@ -383,7 +389,7 @@ async def test_a_session_goes_on_from_its_snapshot(host: Open, counts: Counter[s
     assert said(await first.act(call("add", amount=-1))).startswith("5 at")
     assert first.metrics == {"largest": 6.0}
     assert (await second.act(ParsedTurn("bye"))).done
-    for pid in environment.pool.pids:
+    for pid in await processes(environment):
         os.kill(pid, signal.SIGKILL)
     await died(environment)
     assert [await session.score() for session in (first, second)] == [(5.0, {}), (102.0, {})]
@@ -408,7 +414,7 @@ async def killed_while_paying(environment: HostedEnvironment, folder: Path, sess
     num_before = len(payments.read_text().splitlines()) if payments.exists() else 0
     paying = asyncio.create_task(session.act(call("pay", folder=str(folder), seconds=2.0)))
     await until(lambda: payments.exists() and len(payments.read_text().splitlines()) > num_before)
-    for pid in environment.pool.pids:
+    for pid in await processes(environment):
         os.kill(pid, signal.SIGKILL)
     return await paying
 

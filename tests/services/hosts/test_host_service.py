@@ -29,7 +29,7 @@ from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.process.ports import free_port
 from tests.patience import HANG_S
-from tests.services.hosts.test_host import WORLDS, begun, call, gone, said
+from tests.services.hosts.test_host import WORLDS, begun, call, gone, processes, said
 
 TOKEN = "a token for the tests"
 DEADLINE_S = HANG_S
@@ -184,7 +184,7 @@ async def test_a_service_that_is_killed_costs_no_session(own: Service, host: Ope
     sessions = [await begun(environment, number) for number in range(3)]
     for session in sessions:
         await session.act(call("add", amount=1))
-    pids = environment.pool.pids
+    pids = await processes(environment)
     own.end(signal.SIGKILL)
     await gone(*pids)
     acting = [asyncio.create_task(session.act(call("add", amount=1))) for session in sessions]
@@ -307,7 +307,7 @@ async def is_served(port: int) -> bool:
 async def test_what_a_worker_asked_for_ends_with_its_connection(service: Service, host: Open) -> None:
     environment = await host("Light")
     session = await begun(environment)
-    (pid,) = environment.pool.pids
+    (pid,) = await processes(environment)
     await environment.close()
     await gone(pid)
     with pytest.raises(EnvironmentFailed):

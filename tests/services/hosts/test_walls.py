@@ -32,7 +32,7 @@ from services.hosts.walls.tiers import Bounds, NoWall, Program, Tier
 from tests.patience import HANG_S
 from tests.services.hosts import attacks
 from tests.services.hosts.attacks import ATTACKS, SECRET
-from tests.services.hosts.test_host import gone, said
+from tests.services.hosts.test_host import gone, processes, said
 from tests.services.rollout.rollout_kit import until
 
 BOUNDED = frozenset({"fork_bomb", "disk_bomb", "memory_bomb"})
@@ -242,7 +242,7 @@ def with_mark(mark: str) -> list[int]:
 async def test_everything_behind_a_wall_ends_with_either_process_that_holds_it(place: Place) -> None:
     environment = await place.host(Tier.WALL)
     session = await begun(environment)
-    (pid,) = environment.pool.pids
+    (pid,) = await processes(environment)
     (first,) = children_of(environment.pool.server_pid)
     os.kill(environment.pool.server_pid, signal.SIGKILL)
     await gone(pid, first)

@@ -18,7 +18,7 @@ from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.workers.episode import Episode
 from services.workers.setting import Order
-from tests.services.hosts.test_host import WORLDS
+from tests.services.hosts.test_host import WORLDS, processes
 from tests.services.rollout.rollout_kit import (
     JOB,
     ScriptedPolicy,
@@ -145,7 +145,7 @@ async def test_a_process_that_dies_while_it_acts_costs_one_turn_where_the_world_
 
     async def kill_once() -> None:
         await until(ledger.exists)
-        for pid in environment.pool.pids:
+        for pid in await processes(environment):
             os.kill(pid, signal.SIGKILL)
 
     killing = asyncio.create_task(kill_once())
