@@ -31,7 +31,7 @@ from gspo_core.log.changes import Without
 from gspo_core.replay.past import Past
 from gspo_core.replay.question import Question
 from gspo_core.replay.replaying import replay
-from gspo_core.spec import JobSpec
+from gspo_core.spec import JobSpec, ParentSpec
 from gspo_core.types import Group
 from services.files import origin
 from services.files.data_dir import DataDir
@@ -87,7 +87,7 @@ class Case:
     def fork(self, name: str, title: str, step: int, without: Sequence[int] = (), **changes: JSON) -> None:
         """After this step. As the API begins a fork: it is brought what it needs."""
         settings = {key.replace("__", "."): value for key, value in changes.items()}
-        origin.bring(self.data.jobs.job(PARENT), self.data.jobs.job(name), step, same_batches=False)
+        origin.bring(self.data.jobs.job(PARENT), self.data.jobs.job(name), ParentSpec(job=PARENT, step=step))
         self._run(name, f"fork after step {step}, {title}", forked(self.spec, PARENT, step, settings), without)
 
     def _run(self, name: str, title: str, spec: JobSpec, without: Sequence[int] = ()) -> None:

@@ -44,6 +44,9 @@ class Parent(TypedDict):
     job: str
     step: int
     same_batches: bool
+    last: NotRequired[int | None]
+    without: NotRequired[list[str]]
+    """Releases before 0.3 do not say these two."""
 
 
 class Recorded(TypedDict):

@@ -29,14 +29,18 @@ class ForkCalls(Protocol):
         *,
         changes: Mapping[str, JSON] | None = None,
         same_batches: bool = False,
+        last: int | None = None,
+        without: Sequence[str] = (),
         rewards: Mapping[str, float] | None = None,
         name: str | None = None,
         idempotency_key: str | None = None,
     ) -> Job:
         """Begin a new job after ``step`` steps of another (None: its newest), with ``changes`` by key. With
-        ``same_batches`` it is first trained on what its parent was trained on, with ``rewards`` in place of those of
-        episodes (``349/2``)."""
-        body = _fork(step, changes, same_batches, rewards, name)
+        ``same_batches`` it is first trained on what its parent was trained on, up to the step ``last`` (None: as far as
+        it is kept), ``without`` groups (``349``), episodes (``349/2``) or parts of the reward, and with ``rewards`` in
+        place of those of episodes."""
+        body = _fork(step, changes, same_batches, last, without)
+        body |= {"name": name} | ({"rewards": dict(rewards)} if rewards else {})
         return self._ask(Job, "POST", _path(job_id, "fork"), json=body, headers=_once(idempotency_key))
 
     def plan_fork(
@@ -46,9 +50,11 @@ class ForkCalls(Protocol):
         *,
         changes: Mapping[str, JSON] | None = None,
         same_batches: bool = False,
+        last: int | None = None,
+        without: Sequence[str] = (),
     ) -> ForkPlan:
         """Say what a fork would take; create nothing."""
-        body = _fork(step, changes, same_batches, None, None)
+        body = _fork(step, changes, same_batches, last, without)
         return self._ask(ForkPlan, "POST", _path(job_id, "fork"), params={"dry_run": "true"}, json=body)
 
     def retrain(
@@ -96,11 +102,13 @@ def _fork(
     step: int | None,
     changes: Mapping[str, JSON] | None,
     same_batches: bool,
-    rewards: Mapping[str, float] | None,
-    name: str | None,
+    last: int | None,
+    without: Sequence[str],
 ) -> dict[str, JSON]:
-    told: dict[str, JSON] = {"rewards": dict(rewards)} if rewards else {}
-    return {"step": step, "set": dict(changes or {}), "same_batches": same_batches, "name": name, **told}
+    """A service of an older release refuses what it does not know: it is not told what was not asked."""
+    told: dict[str, JSON] = {"last": last} if last is not None else {}
+    told |= {"without": list(without)} if without else {}
+    return {"step": step, "set": dict(changes or {}), "same_batches": same_batches, **told}
 
 
 def _retrain(

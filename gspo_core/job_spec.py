@@ -185,6 +185,7 @@ class EvaluationSpec(Documented):
 
 
 ARCHIVE_BYTES = 16 * 2**30
+MOST_WITHOUT = 1024
 
 
 class CheckpointSpec(Documented):
@@ -220,6 +221,12 @@ class ParentSpec(Documented):
     """It begins with the weights, moments and random state after this step, and counts its steps on from there."""
     same_batches: bool = False
     """It is first trained on the batches that the parent was trained on after this step, as far as they are kept."""
+    last: PositiveInt | None = Field(default=None, exclude_if=is_none)
+    """The step whose batch is the last of these. Left out: as far as they are kept."""
+    without: tuple[Annotated[str, StringConstraints(min_length=1, max_length=128)], ...] = Field(
+        default=(), max_length=MOST_WITHOUT, exclude_if=lambda without: not without
+    )
+    """What these batches lack: groups (`130`), episodes (`130/4`), parts of the reward by their name."""
     rewards: Digest | None = Field(default=None, exclude_if=is_none)
     """Digest of the rewards that episodes in these batches were given in place of their own. The service sets it."""
 
@@ -444,6 +451,8 @@ def _learner_refusals(spec: JobSpec) -> Iterator[str]:
         yield "recorded: a fork is fed its parent's batches (parent.same_batches); give one of parent and recorded"
     if spec.recorded is not None and spec.evaluation is not None:
         yield "evaluation: a job that is trained on recorded episodes plays none; measure it with `gspo eval`"
+    if spec.parent is not None:
+        yield from _fed_refusals(spec.parent)
     if spec.parent is not None and spec.steps <= spec.parent.step:
         yield f"steps: {spec.steps} are over at the step {spec.parent.step} that the job is forked from"
     if spec.learner.routing_replay and (objective.anchor == "behavior" or objective.minibatches == 1):
@@ -451,6 +460,14 @@ def _learner_refusals(spec: JobSpec) -> Iterator[str]:
             "learner.routing_replay: reuses the experts of the proximal forward pass, which runs only with "
             "objective.anchor: proximal and objective.minibatches above 1; remove it"
         )
+
+
+def _fed_refusals(parent: ParentSpec) -> Iterator[str]:
+    named = [name for name in ("last", "without") if getattr(parent, name)]
+    if named and not parent.same_batches:
+        yield f"parent.{named[0]}: is of the batches that a fork is fed; set parent.same_batches"
+    if parent.last is not None and parent.last <= parent.step:
+        yield f"parent.last: {parent.last} is not after the step {parent.step} that the job is forked from"
 
 
 def _objective_refusals(spec: JobSpec) -> Iterator[str]:

@@ -174,6 +174,14 @@ def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
     fork.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step that is kept (default: its newest)")
     fork.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with another setting")
     fork.add_argument("--same-batches", action="store_true", help="feed it what its parent was trained on, first")
+    fork.add_argument("--last", type=int, metavar="STEP", help="feed it those up to this step, then let it sample")
+    fork.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="feed it those without a group (17), an episode (17/3) or a part of the reward (its name)",
+    )
     fork.add_argument("--rewards", metavar="FILE", help="with these rewards there, as gspo rescore --to writes them")
     fork.add_argument("--name", help="its label (default: the parent's)")
     fork.add_argument("--dry-run", action="store_true", help="say what it takes; create nothing")
@@ -350,6 +358,8 @@ def _fork(arguments: argparse.Namespace) -> int:
         arguments.where,
         arguments.set,
         same_batches=arguments.same_batches,
+        last=arguments.last,
+        without=arguments.without,
         rewards=arguments.rewards,
         name=arguments.name,
         dry_run=arguments.dry_run,

@@ -156,6 +156,8 @@ def fork(
     name: str | None,
     dry_run: bool,
     rewards: str | None = None,
+    last: int | None = None,
+    without: Sequence[str] = (),
 ) -> int:
     """``gspo fork JOB@STEP --set KEY=VALUE``: says what it takes before it is made."""
     named, is_given, text = where.partition("@")
@@ -163,18 +165,29 @@ def fork(
         raise CommandError(f"{where}: write JOB@STEP")
     step = int(text) if is_given else None
     changes, given = _assigned(assignments), read_rewards(rewards)
-    if given and not same_batches:
-        raise CommandError("--rewards are of what it is fed: add --same-batches")
+    acting = [option for option, one in (("--rewards", given), ("--last", last), ("--without", without)) if one]
+    if acting and not same_batches:
+        raise CommandError(f"{acting[0]}: of what it is fed; add --same-batches")
     job_id = job_meant(url, named)
     with connected(url) as client:
-        plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches)
+        plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches, last=last, without=without)
         begins = "the base model" if plan["from_checkpoint"] is None else f"checkpoint {plan['from_checkpoint']}"
         fed = f", then {plan['same_batches']} batches of its parent" if same_batches else ""
+        fed += f" without {', '.join(without)}" if without else ""
         said = f"from {begins}, {plan['replayed_steps']} steps trained again to get to step {plan['step']}{fed}"
         print(said, file=sys.stderr)
         if dry_run:
             return 0
-        job = client.fork(job_id, plan["step"], changes=changes, same_batches=same_batches, rewards=given, name=name)
+        job = client.fork(
+            job_id,
+            plan["step"],
+            changes=changes,
+            same_batches=same_batches,
+            last=last,
+            without=without,
+            rewards=given,
+            name=name,
+        )
     print(job["id"])
     print(f"follow it with: gspo watch {job['id']}", file=sys.stderr)
     return 0

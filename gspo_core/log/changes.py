@@ -184,6 +184,19 @@ def with_reward(episode: Trajectory, reward: float | None, parts: Mapping[str, f
     return Trajectory((*before, replace(last, outcome=outcome)))
 
 
+def lessened(batch: LoggedBatch, without: Without) -> LoggedBatch:
+    """The batch as another job is fed it: without the rest, and without groups that have nobody left.
+
+    Raises ImpossibleChange.
+    """
+    if not without:
+        return batch
+    kept = tuple(group for group in changed_batch(batch, without).groups if group.trajectories)
+    if not kept:
+        raise ImpossibleChange(f"step {batch.step}: nothing of its batch would be left")
+    return replace(batch, groups=kept)
+
+
 def missing(without: Without, batches: Sequence[LoggedBatch]) -> Iterator[str]:
     """What is to be left out and is in none of the batches."""
     episodes = [one for batch in batches for one in batch.trajectories]

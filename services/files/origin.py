@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_core.log import layout
+from gspo_core.log.changes import ImpossibleChange, Without, lessened, missing
 from gspo_core.replay.past import NotKept, Past, PastError
+from gspo_core.spec import ParentSpec
 from gspo_core.staleness import Position
 from services.files.durable import whole_directory
 from services.files.job_dir import JobDir, step_name
-from services.files.recording import Rewards, require_known, rescored_log
+from services.files.recording import Rewards, changed_log, require_known
 
 __all__ = ["ForkPlan", "PastError", "bring", "plan"]
 
@@ -40,37 +42,48 @@ class ForkPlan:
     """Steps whose batches the child may be fed."""
 
 
-def plan(parent: JobDir, step: int) -> ForkPlan:
-    """Raises PastError."""
+def plan(parent: JobDir, step: int, last: int | None = None, without: Without | None = None) -> ForkPlan:
+    """``last``, ``without``: of the batches that the child may be fed. Raises PastError, ImpossibleChange."""
     past = Past(parent.path)
     start, num_replayed = past.journey_to(step)
     ahead = list[int]()
-    while step + 1 + len(ahead) in past.batches:
+    while step + 1 + len(ahead) in past.batches and step + len(ahead) != last:
         ahead.append(step + 1 + len(ahead))
+    if last is not None and step + len(ahead) < last:
+        raise NotKept(f"step {step + len(ahead) + 1}: its batch is not kept, so no fork is fed those up to step {last}")
+    if without:
+        batches = [past.batch(number) for number in ahead]
+        if absent := [*missing(without, batches)]:
+            raise ImpossibleChange(f"{', '.join(absent)}: not in the batches that it would be fed")
+        for batch in batches:
+            lessened(batch, without)
     return ForkPlan(step, start, num_replayed, tuple(ahead))
 
 
-def bring(parent: JobDir, child: JobDir, step: int, *, same_batches: bool, rewards: Rewards | None = None) -> ForkPlan:
+def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None = None) -> ForkPlan:
     """``rewards``: of episodes in the batches that the child is fed, in place of those recorded. Raises PastError,
-    NoSuchEpisode, OSError."""
+    NoSuchEpisode, ImpossibleChange, OSError."""
     for _ in range(MAX_TRIES):
         # A parent that runs archives logs and removes checkpoints meanwhile: what is there then leads there too.
         with contextlib.suppress(FileNotFoundError):
-            return _bring(parent, child, step, same_batches=same_batches, rewards=rewards)
-    raise NotKept(f"step {step}: files on the way to it were removed, {MAX_TRIES} times while they were being linked")
+            return _bring(parent, child, at, rewards or {})
+    raise NotKept(
+        f"step {at.step}: files on the way to it were removed, {MAX_TRIES} times while they were being linked"
+    )
 
 
-def _bring(parent: JobDir, child: JobDir, step: int, *, same_batches: bool, rewards: Rewards | None) -> ForkPlan:
-    found, past = plan(parent, step), Past(parent.path)
-    start, way = past.way_to(step)
-    steps = [*way, *(found.ahead if same_batches else ())]
-    require_known(rewards or {}, past, found.ahead if same_batches else ())
+def _bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards) -> ForkPlan:
+    without = Without.parse(at.without)
+    found, past = plan(parent, at.step, at.last, without), Past(parent.path)
+    start, way = past.way_to(at.step)
+    fed = found.ahead if at.same_batches else ()
+    require_known(rewards, past, fed)
     with whole_directory(child.origin.path) as target:
-        for name in _names(parent, past, start, steps):
+        for name in _names(parent, past, start, [*way, *fed]):
             _link(parent.path / name, target / name)
         _require_there(parent, start)
-        for number in found.ahead if rewards else ():
-            if (log := rescored_log(past, number, rewards or {})) is not None:
+        for number in fed if rewards or without else ():
+            if (log := changed_log(past, number, rewards, without)) is not None:
                 _replace(target / past.batch_name(number), log)
     return found
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gspo_core.log import layout
 from gspo_core.log.batches import LoggedBatch, encode_batch
+from gspo_core.log.changes import Without, lessened
 from gspo_core.log.recording import NoSuchEpisode, Rewards, recording, rescored, unknown
 from gspo_core.replay.past import NotKept, Past, spans
 from gspo_core.types import Group
 from services.files.durable import make_directory, whole_directory
 from services.files.job_dir import JobDir
 
-__all__ = ["NoSuchEpisode", "Rewards", "bring_recording", "recorded_steps", "rescored_log", "write_recording"]
+__all__ = ["NoSuchEpisode", "Rewards", "bring_recording", "changed_log", "recorded_steps", "write_recording"]
 
 
 def recorded_steps(source: JobDir, first: int | None, last: int | None) -> tuple[int, ...]:
@@ -49,10 +50,13 @@ def write_recording(child: JobDir, accepted: bytes, batches: Iterable[LoggedBatc
             path.write_bytes(b"".join(encode_batch(batch.position, batch.groups, batch.extra)))
 
 
-def rescored_log(past: Past, step: int, rewards: Rewards) -> bytes | None:
-    """The log of ``step`` with other rewards; None where none of them is of it. Raises PastError, NoSuchEpisode."""
+def changed_log(past: Past, step: int, rewards: Rewards, without: Without) -> bytes | None:
+    """The log of ``step`` with other rewards and without the rest; None where nothing of it changes.
+
+    Raises PastError, NoSuchEpisode, ImpossibleChange.
+    """
     batch = past.whole_batch(step)
-    changed = rescored(batch, rewards)
+    changed = lessened(rescored(batch, rewards), without)
     return None if changed is batch else b"".join(encode_batch(changed.position, changed.groups, changed.extra))
 
 

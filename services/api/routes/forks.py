@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
+from gspo_core.job_spec import MOST_WITHOUT
 from gspo_core.spec import JobSpec, ParentSpec, RecordedSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
@@ -35,6 +36,11 @@ class ForkRequest(BaseModel):
     """Settings that differ from the parent's, by key: `{"optimizer.lr": 1e-6}`."""
     same_batches: bool = False
     """Train it first on the batches that the parent was trained on after this step, as far as they are kept."""
+    last: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    """With `same_batches`: the step whose batch is the last. Left out: as far as they are kept."""
+    without: Annotated[list[str], Field(max_length=MOST_WITHOUT)] = Field(default_factory=list)
+    """With `same_batches`: what these batches lack, as in a replay: groups (`130`), episodes (`130/4`), parts of the
+    reward by their name."""
     rewards: Annotated[dict[str, FiniteFloat], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)
     """With `same_batches`: rewards in place of those recorded, by episode: `{"349/2": 1.0}` (`gspo rescore --to`)."""
     name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -83,14 +89,23 @@ async def fork(
     """Begin a new job with the weights, moments, schedule, data and random state after a step of this one."""
     from services.api.submission import forking, recording
 
-    if wanted.rewards and not wanted.same_batches:
-        raise RequestRefused(422, "validation_failed", "rewards: of what it is fed; set same_batches", param="rewards")
+    named = [name for name in ("rewards", "last", "without") if getattr(wanted, name)]
+    if named and not wanted.same_batches:
+        message = f"{named[0]}: of what it is fed; set same_batches"
+        raise RequestRefused(422, "validation_failed", message, param=named[0])
     rewards = recording.by_member(wanted.rewards)
     caller: Caller = request.scope["caller"]
     parent = await context.store.jobs.get(id)
     step = _newest(parent) if wanted.step is None else wanted.step
     digest = recording.digest_of(wanted.rewards)
-    at = ParentSpec(job=id, step=step, same_batches=wanted.same_batches, rewards=digest)
+    at = ParentSpec(
+        job=id,
+        step=step,
+        same_batches=wanted.same_batches,
+        last=wanted.last,
+        without=tuple(wanted.without),
+        rewards=digest,
+    )
     try:
         spec = forking.child_of(parent, at, wanted.name, wanted.set)
     except RequestRefused:

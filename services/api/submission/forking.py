@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gspo_core.json_value import JSON
 from gspo_core.live_settings import tuned
-from gspo_core.log.changes import ImpossibleChange, changed_spec
+from gspo_core.log.changes import ImpossibleChange, Without, changed_spec
 from gspo_core.problems import Problem, problems
 from gspo_core.spec import JobSpec, ParentSpec
 from services.api.http.access import Caller
@@ -49,7 +49,11 @@ async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller) -> F
     """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
     await _seen(context, at, caller)
     try:
-        return await asyncio.to_thread(plan, context.history.job_dir(at.job), at.step)
+        return await asyncio.to_thread(
+            plan, context.history.job_dir(at.job), at.step, at.last, Without.parse(at.without)
+        )
+    except ImpossibleChange as error:
+        raise invalid([Problem("validation_failed", ("without",), str(error))]) from error
     except PastError as error:
         raise RequestRefused(409, "step_not_kept", str(error), param="step", headers=FINAL) from error
 
@@ -65,7 +69,9 @@ async def bring_parent(context: ApiContext, spec: JobSpec, caller: Caller, job_i
     if ours.origin.path.is_dir():  # an earlier request of the same key got as far
         return
     try:
-        await asyncio.to_thread(bring, theirs, ours, at.step, same_batches=at.same_batches, rewards=rewards)
+        await asyncio.to_thread(bring, theirs, ours, at, rewards)
+    except ImpossibleChange as error:
+        raise invalid([Problem("validation_failed", ("parent", "without"), str(error))]) from error
     except NoSuchEpisode as error:
         raise invalid([Problem("validation_failed", ("rewards",), str(error))]) from error
     except PastError as error:

@@ -69,6 +69,10 @@ class ParentView(View):
     job: str
     step: int
     same_batches: bool
+    last: int | None
+    """The step whose batch is the last that it is fed; null: as far as they are kept."""
+    without: list[str]
+    """What these batches lack: groups, episodes, parts of the reward."""
 
 
 class RecordedView(View):
@@ -262,7 +266,8 @@ def event_view(event: JobEvent) -> EventView:
 
 
 def _parent(at: Mapping[str, Any]) -> ParentView:
-    return ParentView(job=at["job"], step=at["step"], same_batches=at["same_batches"])
+    known = {"job": at["job"], "step": at["step"], "same_batches": at["same_batches"]}
+    return ParentView(**known, last=at.get("last"), without=at.get("without", []))
 
 
 def page(items: Sequence[Listed], limit: int) -> Page[Listed]:

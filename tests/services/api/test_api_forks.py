@@ -74,7 +74,7 @@ async def test_a_fork_is_a_job_with_a_parent_and_its_files(http: httpx.AsyncClie
     answer = await http.post(f"/v1/jobs/{job}/fork", json=body)
     assert answer.status_code == 201, answer.text
     child = answer.json()
-    assert child["parent"] == {"job": job, "step": 3, "same_batches": True}
+    assert child["parent"] == {"job": job, "step": 3, "same_batches": True, "last": None, "without": []}
     assert (child["name"], child["steps"], child["status"]) == ("slower", 9, "queued")
     config = (await http.get(f"/v1/jobs/{child['id']}/config")).json()["config"]
     assert config["optimizer"]["lr"] == 1e-4
@@ -107,6 +107,12 @@ async def test_a_repeated_fork_makes_one_job(http: httpx.AsyncClient, job: str) 
         ({"step": 2, "set": {"learner.lora": {"rank": 2}}}, 422, "learner.lora: a fork goes on with the weights"),
         ({"step": 6}, 422, "steps: 6 are over"),
         ({"steps": 6}, 422, "steps"),
+        ({"step": 2, "last": 4}, 422, "last: of what it is fed; set same_batches"),
+        ({"step": 2, "without": ["3"]}, 422, "without: of what it is fed; set same_batches"),
+        ({"step": 2, "last": 2, "same_batches": True}, 422, "2 is not after the step 2"),
+        ({"step": 2, "last": 9, "same_batches": True}, 409, "step 7: its batch is not kept"),
+        ({"step": 2, "without": ["999"], "same_batches": True}, 422, "group 999: not in the batches that it would be"),
+        ({"step": 2, "without": ["frm"], "same_batches": True}, 422, "a reward part 'frm': not in the batches"),
     ],
 )
 async def test_what_cannot_be_forked_is_refused_and_nothing_is_made(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.log.changes import Without
 from gspo_core.replay.past import NotKept, Past
 from gspo_core.replay.question import Question
 from gspo_core.replay.replaying import replay
@@ -43,8 +44,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def child_spec(parent: Loop, step: int, *, same_batches: bool = False, **changes: Any) -> JobSpec:
-    at = {"job": parent.job, "step": step, "same_batches": same_batches}
+def child_spec(
+    parent: Loop, step: int, *, same_batches: bool = False, fed: Mapping[str, Any] | None = None, **changes: Any
+) -> JobSpec:
+    at = {"job": parent.job, "step": step, "same_batches": same_batches, **(fed or {})}
     return JobSpec.model_validate(parent.spec.model_dump() | {"parent": at} | changes)
 
 
@@ -53,7 +56,7 @@ async def fork_of(parent: Loop, spec: JobSpec) -> Loop:
     assert spec.parent is not None
     job = f"{parent.job}f"
     ours = JobDir(parent.job_dir.parent / job)
-    bring(JobDir(parent.job_dir), ours, spec.parent.step, same_batches=spec.parent.same_batches)
+    bring(JobDir(parent.job_dir), ours, spec.parent)
     await parent.store.jobs.create(spec.model_dump_json(), job_id=job)
     await parent.store.environments.describe(job, 0, DESCRIPTION)
     return replace(parent, job=job, job_dir=ours.path, spec=spec)
@@ -136,6 +139,32 @@ async def test_when_its_parents_batches_are_used_up_a_fork_samples_its_own(
             await serve(child)
     longer = JobSpec.model_validate(spec.model_dump() | {"steps": 6})
     assert fingerprint(saved(child)) == fingerprint(plain_loop(longer, tmp_path / "plain"))
+
+
+async def test_a_fork_is_fed_its_parents_batches_without_a_group_and_then_samples_its_own(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first step it goes where a replay without that group says that it would."""
+    spec = loop_spec(model_dir, steps=5)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        theirs = BatchLog(JobDir(loop.job_dir))
+        fed = Past(loop.job_dir).batch(3)
+        culprit, member = fed.groups[0].group, fed.groups[1].trajectories[0].key
+        without = [f"{culprit}", f"{member.group}/{member.member}"]
+        child = await fork_of(loop, child_spec(loop, 2, same_batches=True, fed={"last": 3, "without": without}))
+        async with played(child):
+            await serve(child)
+        before = Past(loop.job_dir).batch(3)
+    ours = Past(child.job_dir)
+    assert [group.group for group in ours.batch(3).groups] == [group.group for group in fed.groups[1:]]
+    assert member not in {one.key for one in ours.batch(3).trajectories}
+    assert ours.batch(4).trajectories[0].key.job == child.job, "after that it plays"
+    assert [group.group for group in before.groups] == [group.group for group in fed.groups]
+    otherwise = replay(Past(loop.job_dir), Question(3, 3, without=Without.parse(without)))
+    [row] = [one for one in await loop.store.metrics.read(child.job) if one["step"] == 3]
+    assert otherwise.losses_otherwise[0] == row["gspo/loss"]
+    assert theirs.steps() == BatchLog(JobDir(loop.job_dir)).steps()
 
 
 async def test_a_fork_needs_its_parent_no_more(

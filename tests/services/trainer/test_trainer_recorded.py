@@ -158,10 +158,11 @@ async def test_a_fork_may_be_fed_with_other_rewards(
         rewards = {(group.group, 0): 9.0 for group in before[3].groups}
         at = {"job": loop.job, "step": 3, "same_batches": True, "rewards": "0" * 64}
         spec = JobSpec.model_validate(loop.spec.model_dump() | {"parent": at})
+        assert spec.parent is not None
         ours = JobDir(loop.job_dir.parent / "fork")
         with pytest.raises(NoSuchEpisode, match="there is no episode 0/0 in the steps"):
-            bring(theirs, ours, 3, same_batches=True, rewards={(0, 0): 1.0})
-        bring(theirs, ours, 3, same_batches=True, rewards=rewards)
+            bring(theirs, ours, spec.parent, {(0, 0): 1.0})
+        bring(theirs, ours, spec.parent, rewards)
         await loop.store.jobs.create(spec.model_dump_json(), job_id="fork")
         fork = replace(loop, job="fork", job_dir=ours.path, spec=spec)
         await serve(fork)

@@ -6,7 +6,7 @@ import { clock, duration, isOver } from "../format.js";
 import { bar, pill, tabs } from "../pieces.js";
 import { config } from "./job/config.js";
 import { events } from "./job/events.js";
-import { family } from "./job/family.js";
+import { family, fed } from "./job/family.js";
 import { groups } from "./job/groups.js";
 import { overview } from "./job/overview.js";
 import { replay } from "./job/replay.js";
@@ -61,7 +61,7 @@ function header(job, { fail }, refresh) {
           job.attempt > 1 && h("span", { class: "pill warn plain", title: "Trainers that have owned the job" }, `attempt ${job.attempt}`))),
       h("div", { class: "row" }, buttons)),
     h("p", { class: "small muted", id: "about" }, about(job)),
-    job.parent && h("p", { class: "small muted", id: "parent" }, "forked from ", h("a", { class: "mono", href: `#/jobs/${encodeURIComponent(job.parent.job)}` }, job.parent.job), ` after step ${job.parent.step}${job.parent.same_batches ? ", fed its batches" : ""}`),
+    job.parent && h("p", { class: "small muted", id: "parent" }, "forked from ", h("a", { class: "mono", href: `#/jobs/${encodeURIComponent(job.parent.job)}` }, job.parent.job), ` after step ${job.parent.step}${fed(job.parent)}`),
     reason && !isCalm && h("p", { class: `notice${job.status === "failed" ? " bad" : ""}`, "data-reason": reason.code }, reason.message),
     h("div", { class: "spread small muted" }, h("span", {}, `step ${job.step} of ${job.steps}${isCalm ? ` · ${reason.message}` : ""}`), h("span", { id: "eta" }, job.finished_at ? `took ${duration((Date.parse(job.finished_at) - Date.parse(job.started_at || job.created_at)) / 1000)}` : "")),
     bar(job.step / job.steps, "steps taken"),

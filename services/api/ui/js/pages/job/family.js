@@ -15,6 +15,12 @@ const MOST_JOBS = 40;
 const MAX_POINTS = 400;
 const METRICS = ["reward/mean", "held_back/mean", "gspo/loss", "gspo/clip_frac", "gspo/k3_proximal_behavior", "staleness/mean", "episodes/actions_mean", "learner/lr"];
 
+/** What a fork is fed of its parent, behind the step that it begins after. */
+export function fed({ same_batches, last, without }) {
+  if (!same_batches) return "";
+  return `, fed the same batches${last ? ` up to step ${last}` : ""}${without?.length ? ` without ${without.join(", ")}` : ""}`;
+}
+
 export async function family({ id, body, signal, job, query }) {
   const tree = await found(job(), signal);
   if (signal.aborted) return;
@@ -83,6 +89,6 @@ function line(one, shown) {
   const parent = job?.parent;
   return h("li", { "--depth": depth, "data-job": id, "aria-current": id === shown ? "true" : null },
     h("i", { "--tint": `var(${colour})` }), job ? h("a", { href: `#/jobs/${id}` }, nameOf(one)) : h("span", { class: "faint" }, `${id}, which is gone`), job && pill(job.status),
-    h("span", { class: "small muted" }, parent ? `after step ${parent.step}${parent.same_batches ? ", fed the same batches" : ""}` : depth ? "trained on its recorded episodes" : "the first"),
+    h("span", { class: "small muted" }, parent ? `after step ${parent.step}${fed(parent)}` : depth ? "trained on its recorded episodes" : "the first"),
     job && h("span", { class: "small muted" }, `step ${job.step} of ${job.steps}`), curve.length > 0 && h("span", { class: "small" }, fixed(curve.at(-1)[1])));
 }
