@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from services.engines.sglang import EngineClient
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir, JobsDir
+from services.files.origin import bring
 from services.files.weights import WeightStore
 from services.state.queue import Append, Bus, EpisodeLease, Fenced
 from services.state.store import Claim, JobNotFound, Store
@@ -476,3 +477,21 @@ async def serve_although_killed(
             continue
         return number + 1
     raise AssertionError(f"200 trainers did not finish: {fate.points}")
+
+
+def child_spec(
+    parent: Loop, step: int, *, same_batches: bool = False, fed: Mapping[str, Any] | None = None, **changes: Any
+) -> JobSpec:
+    at = {"job": parent.job, "step": step, "same_batches": same_batches, **(fed or {})}
+    return JobSpec.model_validate(parent.spec.model_dump() | {"parent": at} | changes)
+
+
+async def fork_of(parent: Loop, spec: JobSpec) -> Loop:
+    """As the API makes it: what it needs is brought before it is accepted."""
+    assert spec.parent is not None
+    job = f"{parent.job}f"
+    ours = JobDir(parent.job_dir.parent / job)
+    bring(JobDir(parent.job_dir), ours, spec.parent)
+    await parent.store.jobs.create(spec.model_dump_json(), job_id=job)
+    await parent.store.environments.describe(job, 0, DESCRIPTION)
+    return replace(parent, job=job, job_dir=ours.path, spec=spec)

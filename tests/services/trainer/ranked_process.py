@@ -31,7 +31,16 @@ from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import RankedLearner
 from services.trainer.ranks.lines import Place, meet
 from tests.core.learner_support import make_sequences
-from tests.services.trainer.loop_kit import Fate, a_loop, loop_spec, serve, serve_although_killed
+from tests.services.trainer.loop_kit import (
+    Fate,
+    Loop,
+    a_loop,
+    child_spec,
+    fork_of,
+    loop_spec,
+    serve,
+    serve_although_killed,
+)
 
 # Nothing of what was made up is far enough from the policy to be left out.
 OPEN = {"minibatches": 2, "k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
@@ -68,7 +77,14 @@ class Cases:
         loop.job_dir.rename(self.root / name / "job")
 
     async def undisturbed(self) -> None:
-        await self.loop("undisturbed", self.spec, lambda loop: serve(loop, self.learner))
+        await self.loop("undisturbed", self.spec, self.forked)
+
+    async def forked(self, parent: Loop) -> None:
+        """Fed its parent's batches; its directory is ``forked``."""
+        await serve(parent, self.learner)
+        child = await fork_of(parent, child_spec(parent, 2, same_batches=True))
+        await serve(child, self.learner)
+        child.job_dir.rename(self.root / "forked")
 
     async def killed(self) -> None:
         fate, spec = Fate(0, 0.03), spec_of(self.root, checkpoint_every=3)

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -22,13 +20,14 @@ from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.files.origin import bring, plan
+from services.files.origin import plan
 from tests.core.learner_support import write_model
 from tests.services.trainer.loop_kit import (
-    DESCRIPTION,
     Loop,
     a_loop,
+    child_spec,
     fingerprint,
+    fork_of,
     loop_spec,
     plain_loop,
     saved,
@@ -42,24 +41,6 @@ pytestmark = pytest.mark.usefixtures("warm_children")
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def child_spec(
-    parent: Loop, step: int, *, same_batches: bool = False, fed: Mapping[str, Any] | None = None, **changes: Any
-) -> JobSpec:
-    at = {"job": parent.job, "step": step, "same_batches": same_batches, **(fed or {})}
-    return JobSpec.model_validate(parent.spec.model_dump() | {"parent": at} | changes)
-
-
-async def fork_of(parent: Loop, spec: JobSpec) -> Loop:
-    """As the API makes it: what it needs is brought before it is accepted."""
-    assert spec.parent is not None
-    job = f"{parent.job}f"
-    ours = JobDir(parent.job_dir.parent / job)
-    bring(JobDir(parent.job_dir), ours, spec.parent)
-    await parent.store.jobs.create(spec.model_dump_json(), job_id=job)
-    await parent.store.environments.describe(job, 0, DESCRIPTION)
-    return replace(parent, job=job, job_dir=ours.path, spec=spec)
 
 
 def files_of(folder: Path) -> dict[str, str]:

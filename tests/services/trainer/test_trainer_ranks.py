@@ -154,6 +154,12 @@ def test_steps_of_two_ranks_are_found_again_bit_for_bit_on_two(root: Path, warm_
     assert alone.steps[0].loss == pytest.approx(found["steps"][0]["loss"], rel=1e-4, abs=1e-7)
 
 
+def test_a_fork_that_two_ranks_feed_with_their_batches_ends_at_their_weights(root: Path) -> None:
+    assert [at.step for at in BatchLog(JobDir(root / "forked")).steps()] == [3, 4]
+    assert (child := files_of(newest(root / "forked")))
+    assert child == files_of(newest(root / "undisturbed" / "job"))
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_points_ends_bit_for_bit_where_an_undisturbed_one_does(
     root: Path, redis_server: RedisServer, warm_python: WarmPython
