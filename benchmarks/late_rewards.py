@@ -2,7 +2,7 @@
 
 Two measurements, each in pairs: the same job with late rewards and with none. The first runs the real step loop, queue
 and logs; engines and episodes are made up, and a clock that is moved by two minutes with each step says what an hour
-is. The second is a simulation (``gspo_core.simulator``), where sampling has its price too; its numbers repeat.
+is. The second is a simulation (``benchmarks.simulator``), where sampling has its price too; its numbers repeat.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, TypedDict, cast
 
 import torch
 
+from benchmarks.simulator import SimulationReport, SimulationSetting, simulate
 from benchmarks.trainer_utilisation import NoEngines, episode, write_model
 from gspo_core.codec import decode, encode
-from gspo_core.simulator import SimulationReport, SimulationSetting, simulate
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, StopReason
 from services.files.batch_log import BatchLog

@@ -18,7 +18,7 @@ from statistics import mean
 
 import numpy as np
 
-from gspo_core.simulator import Lengths
+from benchmarks.simulator import Lengths
 from gspo_core.staleness import OpenGroup, Position, choose_groups, groups_admissible, token_staleness
 
 RESULTS = Path(__file__).with_name("results") / "partial_rollouts.md"

@@ -1,6 +1,6 @@
 """What admission, the cap and its three policies cost with heavy tails: ``python -m benchmarks.staleness``.
 
-A simulation (``gspo_core.simulator``), so nothing depends on this machine: seeds are fixed and the numbers repeat.
+A simulation (``benchmarks.simulator``), so nothing depends on this machine: seeds are fixed and the numbers repeat.
 It writes ``results/staleness.md`` and ``results/staleness.png``; ``docs/staleness.md`` says what follows from them.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib
 
-from gspo_core.simulator import Faults, Lengths, SimulationReport, SimulationSetting, simulate
+from benchmarks.simulator import Faults, Lengths, SimulationReport, SimulationSetting, simulate
 from gspo_core.staleness import OnStale
 
 matplotlib.use("Agg")

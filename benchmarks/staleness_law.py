@@ -10,7 +10,7 @@ import math
 import statistics
 from pathlib import Path
 
-from gspo_core.simulator import Lengths, SimulationReport, SimulationSetting, simulate
+from benchmarks.simulator import Lengths, SimulationReport, SimulationSetting, simulate
 
 RESULT = Path(__file__).with_name("results") / "staleness_law.md"
 P99 = statistics.NormalDist().inv_cdf(0.99)
@@ -25,9 +25,9 @@ CASES = (
 
 PAGE = """# The simulator's mean age beside its closed form
 
-Written by `python -m benchmarks.staleness_law`; `tests/core/test_simulator.py` holds each row to 10 %. Settings in
-which engines are never full and hardly a group overtakes another: one seed, {steps} steps, of which the first {warmup}
-are not measured; log-normal lengths with a median of {median:g} tokens at {rate:g} tokens/s.
+Written by `python -m benchmarks.staleness_law`; `tests/benchmarks/test_simulator.py` holds each row to 10 %.
+In its settings engines are never full and hardly a group overtakes another: one seed, {steps} steps, of which
+the first {warmup} are not measured; log-normal lengths with a median of {median:g} tokens at {rate:g} tokens/s.
 
 A group is dispatched `max_staleness` steps before the one that takes it (Little's law), and each version that comes
 while an episode plays makes the tokens after it younger by one: age = max_staleness - sum over c of E[(l - c)+] / E[l],

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_core.invariants import InvalidValue
-from gspo_core.staleness import Choice, OnStale, OpenGroup, choose_groups, groups_admissible, groups_affordable
+from gspo_core.staleness import Choice, OnStale, OpenGroup, choose_groups, groups_admissible
 
 
 def ready(group: int, oldest_step: int) -> OpenGroup:
@@ -103,14 +101,3 @@ def test_with_admission_waiting_keeps_everything_within_the_cap_and_always_ends(
             # Nothing else can happen than that something ends: it exists, so this is no deadlock.
             unfinished = sorted(open_now - finished)
             finished.add(data.draw(st.sampled_from(unfinished)))
-
-
-class TestBytes:
-    def test_by_hand(self) -> None:
-        assert groups_affordable(budget_bytes=1000, used_bytes=0, group_bytes=300, groups_per_step=3) == 3
-        assert groups_affordable(budget_bytes=1000, used_bytes=701, group_bytes=300, groups_per_step=3) == 0
-        assert groups_affordable(budget_bytes=1000, used_bytes=2000, group_bytes=300, groups_per_step=3) == 0
-
-    def test_a_budget_that_would_block_the_last_group_of_a_batch_is_refused(self) -> None:
-        with pytest.raises(InvalidValue, match="do not fit into 899 bytes"):
-            groups_affordable(budget_bytes=899, used_bytes=0, group_bytes=300, groups_per_step=3)

@@ -38,9 +38,7 @@ def test_light_modules_import_nothing_heavy(statement: str):
     assert set(heavy_modules_of(statement)) <= allowed
 
 
-@pytest.mark.parametrize(
-    "module", ["chat", "codec", "assemble", "advantage", "staleness", "simulator", "spec_file", "cli"]
-)
+@pytest.mark.parametrize("module", ["chat", "codec", "assemble", "advantage", "staleness", "spec_file", "cli"])
 def test_the_rest_of_the_light_half_needs_no_torch(module: str):
     found = heavy_modules_of(f"import gspo_core.{module}")
     assert not {"torch", "transformers", "redis", "fastapi"} & set(found)

@@ -1,7 +1,7 @@
 """Writes what pages say that the code knows better: ``make docs``. CI writes it again, and nothing may change.
 
-docs/failures.md and docs/dialects.md as a whole, the settings in docs/operations.md, and each command's help in
-docs/commands.md.
+docs/dialects.md as a whole, the codes in docs/failures.md, the settings in docs/operations.md, and each command's help
+in docs/commands.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_settings(page: str) -> str:
 
 def main() -> int:
     for path, text in (
-        (failures.PAGE, failures.written()),
+        (failures.PAGE, failures.written(failures.PAGE.read_text())),
         (dialects.PAGE, dialects.written()),
         (OPERATIONS, with_settings(OPERATIONS.read_text())),
         (command_page.PAGE, command_page.written(command_page.PAGE.read_text())),

@@ -11,6 +11,7 @@ import pytest
 import gspo_core.assemble  # noqa: F401 - its refusals are subclasses
 from gspo_core.codec import SegmentRejected
 from services.files.disk_space import NoRoom
+from services.process.settings import PREFIX, Settings
 from services.state.away import Away, AwayReason
 from services.state.jobs import CountedCode, FreeCode
 from services.state.queue_records import DropReason, GroupEnd
@@ -19,33 +20,50 @@ from services.trainer.attempt import end_of
 from services.trainer.groups.selection import nothing_to_train
 from services.trainer.telling.failure import AttemptFailed
 from tests.repo.failure_causes import causes
-from tests.repo.failure_row import Row
-from tests.repo.failure_rows import SECTIONS
-from tests.repo.failures import ROOT
+from tests.repo.failures import PAGE, ROOT, rows, shown_by, written
 
-ROWS = [row for _, rows in SECTIONS for row in rows]
+ROWS = rows()
 # Told apart in the log alone; the row has their common name.
-REFUSED_SEGMENTS = {f"error:{one.__name__}" for one in SegmentRejected.__subclasses__()}
+REFUSED_SEGMENTS = {one.__name__ for one in SegmentRejected.__subclasses__()}
+SOURCES = [
+    path for top in ("gspo_core", "services") for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".lua")
+]
 
 
-def test_every_cause_has_a_row_and_every_row_a_cause_that_exists() -> None:
-    explained = {name for row in ROWS for name in row.names}
-    assert sorted(causes() - explained) == [], "rows of tests/repo/failure_rows.py lack these causes of the code"
-    assert sorted(explained - causes()) == [], "the code knows these causes no more"
+def bare(cause: str) -> str:
+    return cause.partition(":")[2]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.cause[:40])
-def test_a_row_says_its_codes(row: Row) -> None:
-    text = " ".join((row.cause, row.episode, row.group, row.job, row.trained))
-    said = {word for span in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", span)}
-    assert {name for name in row.names if name.partition(":")[2] not in said} - REFUSED_SEGMENTS == set()
+def test_every_cause_has_a_row() -> None:
+    explained = {name for row in ROWS for name in row.names} | REFUSED_SEGMENTS
+    assert sorted(one for one in causes() if bare(one) not in explained) == []
+
+
+def test_rows_mark_as_code_what_the_code_has() -> None:
+    settings = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    known = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCES))) | settings
+    assert {row.number: sorted(row.names - known) for row in ROWS if row.names - known} == {}
+
+
+def test_rows_are_numbered_once_and_each_names_its_tests() -> None:
+    numbers = Counter(row.number for row in ROWS)
+    assert sorted(numbers) == list(range(1, len(ROWS) + 1))
+    assert set(numbers) == set(shown_by())
+    assert [row.number for row in ROWS if not all(row.cells)] == []
+    names = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    shown = [one.partition("::") for those in shown_by().values() for one in those]
+    assert [one for one in shown if f"def {one[2]}(" not in names.get(one[0], "")] == []
+
+
+def test_tables_that_the_code_knows_better_are_as_it_has_them() -> None:
+    assert written(PAGE.read_text()) == PAGE.read_text()
 
 
 @pytest.mark.parametrize("reason", ["partial", "zero_variance", "mismatch", "unreadable"])
 def test_groups_that_are_dropped_again_and_again_end_the_job_with_the_code_of_their_row(reason: str) -> None:
     (dropped,) = [one for one in get_args(DropReason) if one == f"dropped_{reason}"]
     code = nothing_to_train(Counter({dropped: 8})).code
-    assert [row for row in ROWS if {f"group:{dropped}", f"code:{code}"} <= set(row.names)]
+    assert [row for row in ROWS if {dropped, code} <= row.names]
 
 
 def test_attempts_count_as_the_page_says() -> None:
@@ -57,9 +75,8 @@ def test_attempts_count_as_the_page_says() -> None:
         assert end_of(error).code in get_args(FreeCode)
     for row in ROWS:
         for name in row.names:
-            kind, _, code = name.partition(":")
-            if kind == "code" and code in (*get_args(CountedCode), *get_args(FreeCode)):
-                assert ("which counts" if code in get_args(CountedCode) else "not count") in row.job, name
+            if name in (*get_args(CountedCode), *get_args(FreeCode)):
+                assert ("which counts" if name in get_args(CountedCode) else "not count") in row.job, name
 
 
 def test_redis_says_nothing_that_is_not_listed() -> None:
@@ -68,6 +85,6 @@ def test_redis_says_nothing_that_is_not_listed() -> None:
     codes = set(re.findall(r'(?:"failed", now|end_attempt\(K, now), "([a-z_]+)"', text))
     assert drops == {"dropped_job_over", "dropped_queue_damaged"}
     assert codes == {"max_attempts_exceeded", "trainer_lost"}
-    known = {name.partition(":")[2] for name in causes()}
+    known = {bare(name) for name in causes()}
     assert drops | codes <= known
     assert {one for one in get_args(GroupEnd) if isinstance(one, str)} <= known

@@ -98,3 +98,18 @@ class SimulationSetting:
     def group_bytes(self) -> int:
         """Maximum size of a group in the queue."""
         return int(self.group_size * self.lengths.limit * BYTES_PER_TOKEN)
+
+
+def groups_affordable(*, budget_bytes: int, used_bytes: int, group_bytes: int, groups_per_step: int) -> int:
+    """How many more groups may be started within a budget for what the queue holds.
+
+    ``used_bytes`` counts a group that is not complete with ``group_bytes``, the most that it may need, and a complete
+    one with what it has. What is started is thus never stopped half-way. A budget that does not hold one batch in its
+    worst case is refused: its last groups would wait for room that only the batch itself can free.
+    """
+    if budget_bytes < groups_per_step * group_bytes:
+        raise InvalidValue(
+            f"{groups_per_step} groups that may need {group_bytes} bytes each do not fit into {budget_bytes} bytes: "
+            "raise the budget, or lower groups_per_step, group_size or the limit of an episode's tokens"
+        )
+    return max(0, (budget_bytes - used_bytes) // group_bytes)

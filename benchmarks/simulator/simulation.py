@@ -16,15 +16,14 @@ from functools import partial
 
 import numpy as np
 
-from gspo_core.simulator.report import SimulationReport
-from gspo_core.simulator.rollout import Rollout, SimulatedEpisode, SimulatedGroup
-from gspo_core.simulator.setting import BYTES_PER_TOKEN, SimulationSetting
+from benchmarks.simulator.report import SimulationReport
+from benchmarks.simulator.rollout import Rollout, SimulatedEpisode, SimulatedGroup
+from benchmarks.simulator.setting import BYTES_PER_TOKEN, SimulationSetting, groups_affordable
 from gspo_core.staleness import (
     OpenGroup,
     Position,
     choose_groups,
     groups_admissible,
-    groups_affordable,
     shared_step,
     token_staleness,
 )

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from gspo_core.simulator.setting import SimulationSetting
+from benchmarks.simulator.setting import SimulationSetting
 
 
 @dataclass(eq=False, slots=True)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import staleness_law
+from benchmarks.simulator import Deadlock, Faults, Lengths, SimulationReport, SimulationSetting, simulate, simulation
+from benchmarks.simulator.setting import groups_affordable
 from gspo_core.invariants import InvalidValue
-from gspo_core.simulator import Deadlock, Faults, Lengths, SimulationReport, SimulationSetting, simulate, simulation
 from gspo_core.staleness import Choice, OnStale
 
 TAILS = [10.0, 33.0]
@@ -198,3 +199,14 @@ def test_late_groups_that_are_too_old_are_dropped_where_the_job_says_so() -> Non
 def test_no_more_groups_wait_for_rewards_than_the_job_allows() -> None:
     (bounded,), (without,) = beside_none_late(range(1), max_waiting_groups=4, on_late_reward="train")
     assert bounded.steps_per_s < 0.5 * without.steps_per_s, "they stand in the way of others"
+
+
+def test_what_fits_into_a_budget_of_bytes_by_hand() -> None:
+    assert groups_affordable(budget_bytes=1000, used_bytes=0, group_bytes=300, groups_per_step=3) == 3
+    assert groups_affordable(budget_bytes=1000, used_bytes=701, group_bytes=300, groups_per_step=3) == 0
+    assert groups_affordable(budget_bytes=1000, used_bytes=2000, group_bytes=300, groups_per_step=3) == 0
+
+
+def test_a_budget_that_would_block_the_last_group_of_a_batch_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="do not fit into 899 bytes"):
+        groups_affordable(budget_bytes=899, used_bytes=0, group_bytes=300, groups_per_step=3)

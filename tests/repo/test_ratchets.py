@@ -1,0 +1,92 @@
+"""What the pages promise of the code as a whole, as numbers that may only become smaller.
+
+Rule: each ceiling is what was measured when it was last lowered. Whoever gets below it writes the new number here;
+whoever would exceed it divides a file, finds a name or a type.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.structure.code import LONG_FUNCTION
+from benchmarks.structure.measure import Structure, measure
+from benchmarks.structure.source import Module, read_modules
+from tests.repo.pages import ROOT
+
+LONGEST_FILE = 667
+LOOSE_ANNOTATIONS = 9.7
+"""``Any``, ``object`` and mappings to JSON, in a thousand lines."""
+NAMES_WITH_SEVERAL_MEANINGS = 92
+"""Of classes."""
+FOLDER_CYCLES = 5
+LOADED = {"api": 141, "trainer": 134, "rollout": 198, "engine": 40, "trainer's attempt": 14}
+"""Modules of ours that a process loads at its start."""
+
+# Computing asks nobody: these start programs, wait for them, or talk to whoever sits before a terminal.
+ASKS_ITS_SURROUNDINGS = {
+    "gspo_core.env.acp_run",
+    "gspo_core.env.agent_runs",
+    "gspo_core.keeper",
+    "gspo_core.replay.command",
+    "gspo_core.starter.making",
+    "gspo_core.starter.playing",
+    "gspo_core.testing.rehearsal",
+    "gspo_core.testing.watch",
+}
+SURROUNDINGS = re.compile(r"os\.(environ|getenv)|time\.(time|monotonic|perf_counter)(_ns)?\(|datetime\.(now|utcnow)\(")
+
+
+@pytest.fixture(scope="module")
+def structure() -> Structure:
+    return measure(ROOT)
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    return read_modules(ROOT)
+
+
+def test_files_functions_and_annotations(structure: Structure) -> None:
+    assert structure.file_max <= LONGEST_FILE
+    assert structure.function_max <= LONG_FUNCTION
+    assert structure.loose_per_kline("Any", "object", "dict[str, JSON]") <= LOOSE_ANNOTATIONS
+
+
+def test_circles(structure: Structure) -> None:
+    assert structure.room_cycles == []
+    assert structure.module_cycles == []
+    assert len(structure.folder_cycles) <= FOLDER_CYCLES
+
+
+def test_what_a_process_loads_at_its_start(structure: Structure) -> None:
+    assert {name: most for name, most in structure.imported.items() if most > LOADED[name]} == {}
+
+
+def classes(module: Module) -> Iterator[str]:
+    found = (node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+    return (name for name in found if not name.startswith("_"))
+
+
+def test_a_name_of_a_class_means_one_thing(modules: dict[str, Module]) -> None:
+    places = defaultdict[str, set[str]](set)
+    for name, module in modules.items():
+        for one in classes(module):
+            places[one].add(name)
+    several = {one: sorted(where) for one, where in places.items() if len(where) > 1}
+    assert len(several) <= NAMES_WITH_SEVERAL_MEANINGS, several
+
+
+def test_what_computes_asks_neither_variables_nor_a_clock(modules: dict[str, Module]) -> None:
+    asking = {name for name, module in modules.items() if SURROUNDINGS.search(module.text)}
+    assert {name for name in asking if name.startswith("gspo_core.") and ".cli" not in name} == ASKS_ITS_SURROUNDINGS
+
+
+def test_the_page_states_these_limits() -> None:
+    page = (ROOT / "AGENTS.md").read_text()
+    assert re.findall(r"\((\d+) lines at most\)", page) == [str(LONG_FUNCTION)]
+    assert re.findall(r"files too \((\d+)", page) == [str(LONGEST_FILE)]
