@@ -242,6 +242,29 @@ async def test_what_is_refused_is_told_with_the_episode(table: Table, codec: Her
     assert play.setting.counters["rewards/refused"] == 2
 
 
+async def test_what_an_earlier_gateway_refused_is_told_with_the_episode(table: Table, codec: HermesCodec) -> None:
+    told, is_moved = asyncio.Event(), asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        await refused(llm.pay_oneself(0.5))
+        await llm.say(HI)
+        for _ in range(4):
+            await refused(llm.pay_oneself(0.5))
+        told.set()
+        await is_moved.wait()
+        await refused(llm.pay_oneself(0.5))
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.", services={})
+    await cut_short(play, told)
+    episode = await play.taken_over()
+    is_moved.set()
+    assert await episode.run() is StopReason.COMPLETED
+    # Of the first five the last was to be kept with what comes next.
+    assert (await play.outcome()).metrics["rewards_refused"] == 5
+    assert play.setting.counters["rewards/refused"] == 1
+
+
 async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, codec: HermesCodec) -> None:
     """A service that answered 202, told its end and left is waited for no longer."""
     told = asyncio.Event()
