@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
-from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove, without_key
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import (
@@ -375,6 +375,6 @@ class AgentEpisode:
     def _fail(self, error: Exception) -> NoReturn:
         text = str(error) if isinstance(error, AgentFailed) else _named(error)
         for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
-            text = text.replace(secret, "(key)") if secret else text
+            text = without_key(text, secret)
         text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None
