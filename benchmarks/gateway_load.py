@@ -42,10 +42,11 @@ Written by `python -m benchmarks.gateway_load --streams {streams}` at {commit}, 
 `python -m services.gateway`, Redis with `appendfsync always`, an engine that waits. {machine}. {open} of {streams}
 streams were open. `GET /v1/models` every 10 ms from a process of its own: what it takes is the lag of the gateway's
 event loop, and of a machine whose two cores the gateway, its threads and the clients share. A request that waits longer
-than 10 ms counts for those that would have been asked meanwhile, too.
+than 10 ms counts for those that would have been asked meanwhile, too. Beside it, how much later that process woke than
+it had asked for: the machine's own lag.
 
-| what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms |
-|---|---|---|---|---|---|---|
+| what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms | machine p99 ms | largest ms |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -59,17 +60,21 @@ class Arrival:
     answer: str
     took_s: float
     lags_ms: list[float]
+    late_ms: list[float]
+    """The machine's own."""
 
     def row(self) -> str:
-        lags = self.lags_ms
+        lags, late = self.lags_ms, self.late_ms
+        numbers = (at(lags, 0.5), at(lags, 0.99), max(lags), at(late, 0.99), max(late))
         cells = (self.name, f"{self.num_bytes / 2**20:.1f}", self.answer, f"{self.took_s:.1f}")
-        return f"| {' | '.join(cells)} | {at(lags, 0.5):.1f} | {at(lags, 0.99):.1f} | {max(lags):.1f} |"
+        return f"| {' | '.join((*cells, *(f'{one:.1f}' for one in numbers)))} |"
 
 
 @contextlib.asynccontextmanager
-async def pinging(gateway: Gateway, episode: Episode) -> AsyncIterator[list[float]]:
-    """How long each of them took (ms), once it is over; it begins and ends with half a second alone."""
-    found_ms: list[float] = []
+async def pinging(gateway: Gateway, episode: Episode) -> AsyncIterator[tuple[list[float], list[float]]]:
+    """How long each of them took, and how late it began (ms), once it is over; it begins and ends with half a second
+    alone."""
+    found_ms: tuple[list[float], list[float]] = [], []
     receiver, sender = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=ping, args=(sender, gateway.url, episode.key))
     process.start()
@@ -79,7 +84,8 @@ async def pinging(gateway: Gateway, episode: Episode) -> AsyncIterator[list[floa
         yield found_ms
         await asyncio.sleep(0.5)
         receiver.send(None)
-        found_ms += await asyncio.to_thread(receiver.recv)
+        for known, more in zip(found_ms, await asyncio.to_thread(receiver.recv), strict=True):
+            known += more
     finally:
         process.terminate()
         await asyncio.to_thread(process.join)
@@ -87,7 +93,7 @@ async def pinging(gateway: Gateway, episode: Episode) -> AsyncIterator[list[floa
 
 def ping(pipe: Connection, url: str, key: str) -> None:
     """Asks for next to nothing, again and again, until it is told to stop."""
-    address, found_ms = urlsplit(url), list[float]()
+    address, found_ms, late_ms = urlsplit(url), list[float](), list[float]()
     head = f"GET /v1/models HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
     with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
         pipe.send(None)
@@ -103,8 +109,10 @@ def ping(pipe: Connection, url: str, key: str) -> None:
             while waited_ms > 0:
                 found_ms.append(waited_ms)
                 waited_ms -= EVERY_S * 1e3
+            asleep = time.perf_counter()
             time.sleep(EVERY_S)
-    pipe.send(found_ms)
+            late_ms.append((time.perf_counter() - asleep - EVERY_S) * 1e3)
+    pipe.send((found_ms, late_ms))
 
 
 def asking(messages: list[dict[str, object]]) -> bytes:
@@ -157,7 +165,7 @@ async def arrival(gateway: Gateway, episode: Episode, name: str, body: bytes) ->
             await asyncio.sleep(QUIET_S)
             answer = ""
         took_s = time.perf_counter() - started
-    found = Arrival(name, len(body), answer, took_s, found_ms)
+    found = Arrival(name, len(body), answer, took_s, *found_ms)
     print(found.row(), flush=True)
     return found
 
@@ -196,7 +204,7 @@ async def counted(gateway: Gateway, episode: Episode, body: bytes) -> Arrival:
         answer = await gateway.http.ask("POST", url, headers, body, httpx.Timeout(600))
         took_s = time.perf_counter() - started
     told = f"{answer.status_code}, {json.loads(answer.content).get('input_tokens', 0):,} tokens"
-    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, found_ms)
+    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, *found_ms)
     print(found.row(), flush=True)
     return found
 
