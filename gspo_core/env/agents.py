@@ -298,6 +298,7 @@ class AgentEpisode:
         if self._running is not None and self._running.done():
             await self.ended()
             result = self._running.result()
+            result = self._without_keys(result) if isinstance(result, str) else result
         if self._evidence_bytes:
             known = [(TASK, dict(self._context.task)), (RESULT, result)]
             self.evidence = gathered(known, self._evidence_bytes)
@@ -372,9 +373,13 @@ class AgentEpisode:
         except Exception as error:
             raise EnvironmentFailed("score", error_text(error)) from error
 
-    def _fail(self, error: Exception) -> NoReturn:
-        text = str(error) if isinstance(error, AgentFailed) else _named(error)
+    def _without_keys(self, text: str) -> str:
+        """What is kept of an episode, or judged."""
         for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
             text = without_key(text, secret)
+        return text
+
+    def _fail(self, error: Exception) -> NoReturn:
+        text = self._without_keys(str(error) if isinstance(error, AgentFailed) else _named(error))
         text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -363,6 +364,19 @@ async def test_no_part_of_its_key_is_told_where_its_last_words_are_cut(agents: s
     told = str(failed.value)
     assert told.count("x") > 1000
     assert not any(KEY[place : place + PART_CHARS] in told for place in range(len(KEY) - PART_CHARS + 1))
+
+
+async def test_what_a_program_prints_is_kept_and_judged_without_its_key(agents: str) -> None:
+    said = "import os; print('the key is', os.environ['OPENAI_API_KEY'])"
+    session = load(f"{agents}:Unjudged", command(said)).session()
+    session.offer(Llm("http://127.0.0.1:1/v1", KEY))
+    session.keep_evidence(1 << 20)
+    await session.start({"word": "x"}, 0)
+    await session.ended()
+    with pytest.raises(EnvironmentFailed, match="gave no reward"):
+        await session.score()
+    await session.close()
+    assert json.loads(session.evidence.told["result"]) == "the key is (key)\n"
 
 
 def test_beginnings_and_ends_of_a_key_are_not_told_wherever_they_stand():
