@@ -1,21 +1,25 @@
 """Whether one large body holds up a gateway's open streams: `python -m benchmarks.gateway_load`.
 
 A real gateway process before real Redis, an engine that only waits, and open streams. Another request of the smallest
-kind (`GET /v1/models`) is asked every 10 ms on a connection of its own, from this process: it waits for the event loop
-and is answered without any other work, so what it takes is the loop's lag and the machine's. Meanwhile a body of the
-largest size comes, in several shapes, and then a history of 100,000 tokens.
+kind (`GET /v1/models`) is asked every 10 ms on a connection of its own, from a process of its own: it waits for the
+event loop and is answered without any other work, so what it takes is the loop's lag and the machine's. Meanwhile a
+body of the largest size comes, in several shapes, and then a history of 100,000 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import json
+import multiprocessing
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,12 +40,13 @@ PAGE = """# Open streams, and one large body
 
 Written by `python -m benchmarks.gateway_load --streams {streams}` at {commit}, {date}: one process
 `python -m services.gateway`, Redis with `appendfsync always`, an engine that waits. {machine}. {open} of {streams}
-streams were open. `GET /v1/models` every 10 ms from the process that also sends the bodies: what it takes is the lag of
-the gateway's event loop, and of a machine whose two cores the gateway, its threads and the clients share. A request
-that waits longer than 10 ms counts for those that would have been asked meanwhile, too.
+streams were open. `GET /v1/models` every 10 ms from a process of its own: what it takes is the lag of the gateway's
+event loop, and of a machine whose two cores the gateway, its threads and the clients share. A request that waits longer
+than 10 ms counts for those that would have been asked meanwhile, too. Beside it, how much later that process woke than
+it had asked for: the machine's own lag.
 
-| what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms |
-|---|---|---|---|---|---|---|
+| what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms | machine p99 ms | largest ms |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -55,36 +60,59 @@ class Arrival:
     answer: str
     took_s: float
     lags_ms: list[float]
+    late_ms: list[float]
+    """The machine's own."""
 
     def row(self) -> str:
-        lags = self.lags_ms
+        lags, late = self.lags_ms, self.late_ms
+        numbers = (at(lags, 0.5), at(lags, 0.99), max(lags), at(late, 0.99), max(late))
         cells = (self.name, f"{self.num_bytes / 2**20:.1f}", self.answer, f"{self.took_s:.1f}")
-        return f"| {' | '.join(cells)} | {at(lags, 0.5):.1f} | {at(lags, 0.99):.1f} | {max(lags):.1f} |"
+        return f"| {' | '.join((*cells, *(f'{one:.1f}' for one in numbers)))} |"
 
 
-class Pings:
-    """Asks for next to nothing, again and again."""
+@contextlib.asynccontextmanager
+async def pinging(gateway: Gateway, episode: Episode) -> AsyncIterator[tuple[list[float], list[float]]]:
+    """How long each of them took, and how late it began (ms), once it is over; it begins and ends with half a second
+    alone."""
+    found_ms: tuple[list[float], list[float]] = [], []
+    receiver, sender = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=ping, args=(sender, gateway.url, episode.key))
+    process.start()
+    try:
+        await asyncio.to_thread(receiver.recv)
+        await asyncio.sleep(0.5)
+        yield found_ms
+        await asyncio.sleep(0.5)
+        receiver.send(None)
+        for known, more in zip(found_ms, await asyncio.to_thread(receiver.recv), strict=True):
+            known += more
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.join)
 
-    def __init__(self, gateway: Gateway, episode: Episode) -> None:
-        self._address = urlsplit(gateway.url)
-        self._head = f"GET /v1/models HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {episode.key}\r\n\r\n".encode()
-        self.found_ms: list[float] = []
 
-    async def run(self) -> None:
-        reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
-        try:
-            while True:
-                started = time.perf_counter()
-                writer.write(self._head)
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
-                waited_ms = (time.perf_counter() - started) * 1e3
-                while waited_ms > 0:
-                    self.found_ms.append(waited_ms)
-                    waited_ms -= EVERY_S * 1e3
-                await asyncio.sleep(EVERY_S)
-        finally:
-            writer.close()
+def ping(pipe: Connection, url: str, key: str) -> None:
+    """Asks for next to nothing, again and again, until it is told to stop."""
+    address, found_ms, late_ms = urlsplit(url), list[float](), list[float]()
+    head = f"GET /v1/models HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+    with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+        pipe.send(None)
+        answers = connection.makefile("rb")
+        while not pipe.poll():
+            started = time.perf_counter()
+            connection.sendall(head)
+            size = 0
+            while (line := answers.readline().lower()) != b"\r\n":
+                size = int(line.partition(b":")[2]) if line.startswith(b"content-length:") else size
+            answers.read(size)
+            waited_ms = (time.perf_counter() - started) * 1e3
+            while waited_ms > 0:
+                found_ms.append(waited_ms)
+                waited_ms -= EVERY_S * 1e3
+            asleep = time.perf_counter()
+            time.sleep(EVERY_S)
+            late_ms.append((time.perf_counter() - asleep - EVERY_S) * 1e3)
+    pipe.send((found_ms, late_ms))
 
 
 def asking(messages: list[dict[str, object]]) -> bytes:
@@ -126,22 +154,18 @@ async def post(gateway: Gateway, key: str, body: bytes) -> str:
 
 
 async def arrival(gateway: Gateway, episode: Episode, name: str, body: bytes) -> Arrival:
-    pings = Pings(gateway, episode)
-    pinging = asyncio.create_task(pings.run())
-    await asyncio.sleep(0.5)
-    started = time.perf_counter()
-    if body:
-        asked = asyncio.create_task(post(gateway, episode.key, body))
-        done, _ = await asyncio.wait({asked}, timeout=120)
-        answer = asked.result() if done else "held"
-        asked.cancel()
-    else:
-        await asyncio.sleep(QUIET_S)
-        answer = ""
-    took_s = time.perf_counter() - started
-    await asyncio.sleep(0.5)
-    pinging.cancel()
-    found = Arrival(name, len(body), answer, took_s, pings.found_ms)
+    async with pinging(gateway, episode) as found_ms:
+        started = time.perf_counter()
+        if body:
+            asked = asyncio.create_task(post(gateway, episode.key, body))
+            done, _ = await asyncio.wait({asked}, timeout=120)
+            answer = asked.result() if done else "held"
+            asked.cancel()
+        else:
+            await asyncio.sleep(QUIET_S)
+            answer = ""
+        took_s = time.perf_counter() - started
+    found = Arrival(name, len(body), answer, took_s, *found_ms)
     print(found.row(), flush=True)
     return found
 
@@ -173,18 +197,14 @@ async def measure(num_streams: int) -> tuple[int, list[Arrival]]:
 
 async def counted(gateway: Gateway, episode: Episode, body: bytes) -> Arrival:
     """The prompt that it becomes, which is made in the same way."""
-    pings = Pings(gateway, episode)
-    pinging = asyncio.create_task(pings.run())
-    await asyncio.sleep(0.5)
     headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
-    started = time.perf_counter()
     url = f"{gateway.url}/messages/count_tokens"
-    answer = await gateway.http.ask("POST", url, headers, body, httpx.Timeout(600))
-    took_s = time.perf_counter() - started
-    await asyncio.sleep(0.5)
-    pinging.cancel()
+    async with pinging(gateway, episode) as found_ms:
+        started = time.perf_counter()
+        answer = await gateway.http.ask("POST", url, headers, body, httpx.Timeout(600))
+        took_s = time.perf_counter() - started
     told = f"{answer.status_code}, {json.loads(answer.content).get('input_tokens', 0):,} tokens"
-    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, pings.found_ms)
+    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, *found_ms)
     print(found.row(), flush=True)
     return found
 

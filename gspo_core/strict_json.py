@@ -25,8 +25,8 @@ class TextRejected(ValueError):
         self.column = column
 
 
-def parse(text: str | bytes) -> JSON:
-    """The value of a JSON text (UTF-8 if bytes)."""
+def parse(text: str | bytes | bytearray) -> JSON:
+    """The value of a JSON text (UTF-8 unless it is a ``str``)."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
         value: JSON = json.loads(decoded, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)

@@ -97,7 +97,7 @@ class _FileTokenizer:
         # A policy can write half a surrogate pair as a JSON escape, which has no bytes.
         sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
         if len(text) > _LONG_CHARS:  # other threads go on meanwhile
-            [found] = self._backend.encode_batch([sound], add_special_tokens=False)
+            [found] = self._backend.encode_batch_fast([sound], add_special_tokens=False)
         else:
             found = self._backend.encode(sound, add_special_tokens=False)
         ids: list[int] = found.ids

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MAX_VARIABLE_BYTES = (128 << 10) - 32
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_LAST_WORDS_BYTES = 2000
+# What is told of a program is cut somewhere, perhaps in a key. Of one that has 90 fewer characters give nothing away.
+PART_CHARS = 8
+KEY_SHOWN = "(key)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,25 @@ def end_of(file: IO[bytes], most_bytes: int) -> str:
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - most_bytes))
     return file.read(most_bytes).decode("utf-8", "replace")
+
+
+def without_key(text: str, key: str) -> str:
+    """Nor is a beginning of it told, nor an end, that a cut has left."""
+    if not key:
+        return text
+    least = min(PART_CHARS, len(key))
+    begins, ends = key[:least], key[-least:]
+    first, *rest = text.split(begins)
+    more = [one[_num_equal(one, key[least:]) :] for one in rest]
+    *rest, last = KEY_SHOWN.join([first, *more]).split(ends)
+    fewer = [one[: len(one) - _num_equal(one[::-1], key[:-least][::-1])] for one in rest]
+    return KEY_SHOWN.join([*fewer, last])
+
+
+def _num_equal(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def remove(folder: Path) -> None:

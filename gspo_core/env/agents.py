@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
-from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove, without_key
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import (
@@ -298,6 +298,7 @@ class AgentEpisode:
         if self._running is not None and self._running.done():
             await self.ended()
             result = self._running.result()
+            result = self._without_keys(result) if isinstance(result, str) else result
         if self._evidence_bytes:
             known = [(TASK, dict(self._context.task)), (RESULT, result)]
             self.evidence = gathered(known, self._evidence_bytes)
@@ -372,9 +373,13 @@ class AgentEpisode:
         except Exception as error:
             raise EnvironmentFailed("score", error_text(error)) from error
 
-    def _fail(self, error: Exception) -> NoReturn:
-        text = str(error) if isinstance(error, AgentFailed) else _named(error)
+    def _without_keys(self, text: str) -> str:
+        """What is kept of an episode, or judged."""
         for secret in (self._llm.api_key, self._llm.reward_key) if self._llm is not None else ():
-            text = text.replace(secret, "(key)") if secret else text
+            text = without_key(text, secret)
+        return text
+
+    def _fail(self, error: Exception) -> NoReturn:
+        text = self._without_keys(str(error) if isinstance(error, AgentFailed) else _named(error))
         text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None

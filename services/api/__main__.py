@@ -38,6 +38,7 @@ WAIT_S = 10.0
 async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S) -> None:
     """Serve until `stop` is set."""
     # Late, like all that nothing else needs at the start.
+    from services.api.forgetting import Forgetting
     from services.files.audit_log import AuditLog
     from services.process.first_to_end import first_to_end, unless_set
     from services.process.http_server import serve_http
@@ -79,7 +80,8 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
         )
         address = settings.api_host, settings.api_port
         serving = serve_http(app, *address, stop, grace_s=grace_s, settings="GSPO_API_HOST, GSPO_API_PORT")
-        await first_to_end(serving, installation.run())
+        forgetting = Forgetting(store, data_dir.jobs).run(settings.episodes_keep_days)
+        await first_to_end(serving, installation.run(), forgetting)
 
 
 async def _meet(redis: RedisClient, store: Store, check: Callable[[], Awaitable[None]]) -> None:

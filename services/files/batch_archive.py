@@ -7,6 +7,7 @@ follows.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -69,6 +70,7 @@ def _put(job: JobDir, at: Position, room: int) -> int | None:
             return None
         make_directory(job.archive)
         write_once(job.archived(at), (packed,))
+        shutil.copystat(job.batch(at), job.archived(at))  # it is as old as before
         taken = len(packed)
     return taken
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,10 +60,30 @@ def of_member(group: int, member: int) -> Wanted:
     return lambda episode: (episode.key.group, episode.key.member) == (group, member)
 
 
-def erase(job: JobDir, name: str, wanted: Wanted, others: Mapping[str, JobDir], *, safe_until: int | None) -> Erasure:
+def everybody(episode: Trajectory) -> bool:
+    return True
+
+
+def has_log(job: JobDir, since: float, before: float) -> bool:
+    """Of the job itself, written since the one and before the other (Unix seconds)."""
+    folders = (job.path / kind for kind in (layout.BATCHES, layout.ARCHIVE))
+    paths = (folder / step_name(at) for folder in folders for at in positions_in(folder))
+    return any(_is_before(path, before) and not _is_before(path, since) for path in paths)
+
+
+def erase(
+    job: JobDir,
+    name: str,
+    wanted: Wanted,
+    others: Mapping[str, JobDir],
+    *,
+    safe_until: int | None,
+    before: float = math.inf,
+) -> Erasure:
     """``safe_until``: steps after it may have to be trained again; None: no step. ``others``: all jobs by name; some of
-    them may have been brought logs of this one, and trained on them. Blocking: it reads every batch log."""
-    found = _Found([], [], [])
+    them may have been brought logs of this one, and trained on them. ``before``: only logs written before (Unix
+    seconds). Blocking: it reads every such batch log."""
+    found = _Found([], [], [], before)
     _in_folder(job.path, name, name, wanted, found, safe_until)
     for other, place in others.items():
         brought = list(_brought(place, name))
@@ -81,6 +102,14 @@ class _Found:
     erased: list[Entered]
     not_yet: list[Entered]
     unreadable: list[str]
+    before: float
+
+
+def _is_before(path: Path, unix_s: float) -> bool:
+    try:
+        return path.stat().st_mtime < unix_s
+    except FileNotFoundError:  # removed since it was listed
+        return False
 
 
 def _saved_step(place: JobDir) -> int:
@@ -115,6 +144,8 @@ def _in_folder(folder: Path, holder: str, job: str, wanted: Wanted, found: _Foun
     for kind in (layout.BATCHES, layout.ARCHIVE):
         for at in positions_in(folder / kind):
             path = folder / kind / step_name(at)
+            if not _is_before(path, found.before):
+                continue
             try:
                 batch = read_batch(path)
             except FileNotFoundError:  # removed since it was listed
@@ -151,12 +182,13 @@ def _forget_logprobs(folder: Path, at: Position, members: set[Member]) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Of a file that is written once otherwise."""
-    temporary = path.with_name(temporary_name())
+    """Of a file that is written once otherwise; it is as old as before."""
+    written, temporary = path.stat(), path.with_name(temporary_name())
     try:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
+            os.utime(file.fileno(), ns=(written.st_atime_ns, written.st_mtime_ns))
             os.fsync(file.fileno())
         temporary.replace(path)
         flush_directory(path.parent)

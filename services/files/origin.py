@@ -123,4 +123,4 @@ def _link(source: Path, target: Path) -> None:
     with contextlib.suppress(OSError):  # another disk, or one without links
         os.link(source, target)
         return
-    shutil.copyfile(source, target)
+    shutil.copy2(source, target)

@@ -69,6 +69,9 @@ LEAVING_S = 12.0 + REQUESTS_END_S
 ALL_ADDRESSES = ("0.0.0.0", "[::]", "::")  # noqa: S104 - what is bound elsewhere is named here
 # A gateway mostly waits: each of its episodes is a conversation, and an agent beside it.
 MAX_EPISODES = 256
+# A large body is read in a thread, and the event loop waits for that so long each time it has waited for anything else:
+# several times in one small request. The interpreter's own 5 ms are for threads that all have much to do.
+TURN_OF_A_THREAD_S = 0.0005
 
 
 async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: asyncio.Event) -> None:
@@ -209,6 +212,7 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=8.0, help="seconds to reach a turn boundary after SIGTERM")
     parser.add_argument("--fd", type=int, help="a socket that listens on GSPO_GATEWAY_BIND, of whoever started this")
     arguments = parser.parse_args()
+    sys.setswitchinterval(TURN_OF_A_THREAD_S)
     try:
         settings = load_settings()
         name = f"gateway-{socket.gethostname()}-{os.getpid()}"

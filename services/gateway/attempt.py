@@ -78,6 +78,11 @@ class AgentDriver:
             return Again("episodes/restarted")
         return GoOn(tree.encode())
 
+    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+        """A reward, or the agent's end, may have been told before any turn."""
+        kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
+        return kept is not None and kept.attempt == attempt
+
 
 def may_go_on(order: Order) -> bool:
     """Whether another gateway can go on with the same attempt."""

@@ -84,7 +84,7 @@ class Bodies:
         if not self._held[key]:
             del self._held[key]
 
-    async def made(self, data: bytes, make: Callable[[JSON], T]) -> T:
+    async def made(self, data: bytes | bytearray, make: Callable[[JSON], T]) -> T:
         if len(data) <= IN_THREAD_BYTES:
             return make(parsed(data))
         async with self._parsing:
@@ -114,14 +114,14 @@ class Body:
             data += chunk
             if len(data) > most_bytes:
                 raise BodyTooLarge(most_bytes)
-        return await self._bodies.made(bytes(data), make)
+        return await self._bodies.made(data, make)
 
     def give_back(self) -> None:
         self._bodies.give_back(self._key, self._num_bytes)
         self._num_bytes = 0
 
 
-def parsed(data: bytes) -> JSON:
+def parsed(data: bytes | bytearray) -> JSON:
     """Raises ``Refusal``."""
     if has_more_nodes(data, MAX_NODES):
         raise Refusal(RefusalKind.INVALID, f"the body has more than {MAX_NODES} values and names")

@@ -16,6 +16,8 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolSchema
 
 _SIZE = 16
+# Writing more at once holds the interpreter, so that nobody is answered meanwhile.
+_PIECE_CHARS = 256 << 10
 _INSTRUCTED = b"instructions"
 _write = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
@@ -81,7 +83,7 @@ def of_beginning(message: Message, num_chars: int) -> tuple[bytes, str]:
     return _digest(["assistant", text[:num_chars], calls]), text[num_chars:]
 
 
-def _all_said(messages: Sequence[Message]) -> Iterator[JSON]:
+def _all_said(messages: Sequence[Message]) -> Iterator[list[JSON]]:
     asked: dict[str, int] = {}
     for message in messages:
         role, text = message["role"], text_of(message)
@@ -105,5 +107,21 @@ def _call(call: MessageCall) -> JSON:
     return [function.get("name"), arguments]
 
 
-def _digest(value: object) -> bytes:
-    return blake2b(_write(value).encode("utf-8", "surrogatepass"), digest_size=_SIZE).digest()
+def _digest(values: Sequence[object]) -> bytes:
+    """Of what ``_write`` makes of them, texts piece by piece."""
+    found = blake2b(b"[", digest_size=_SIZE)
+    for number, value in enumerate(values):
+        found.update(b"," if number else b"")
+        if not isinstance(value, str) or len(value) <= _PIECE_CHARS:
+            found.update(_bytes_of(value))
+            continue
+        found.update(b'"')
+        for begin in range(0, len(value), _PIECE_CHARS):
+            found.update(_bytes_of(value[begin : begin + _PIECE_CHARS])[1:-1])
+        found.update(b'"')
+    found.update(b"]")
+    return found.digest()
+
+
+def _bytes_of(value: object) -> bytes:
+    return _write(value).encode("utf-8", "surrogatepass")

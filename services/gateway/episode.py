@@ -88,7 +88,6 @@ class AgentEpisode:
         self.num_requests = 0
         """Of whatever kind: signs that the agent lives."""
         self.num_rewards_refused = 0
-        """By this gateway."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -113,7 +112,7 @@ class AgentEpisode:
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
         self._tape.restore(record)
-        self.rewards = Rewards(kept.rewards)
+        self.rewards, self.num_rewards_refused = Rewards(kept.rewards), kept.num_refused
         self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
         if kept.finished:
             self._is_finished = True
@@ -197,6 +196,8 @@ class AgentEpisode:
                 rewards = self._with_one_more(value, turn, token, pays=pays)
             except Refusal:
                 self.count_refused_reward()
+                if self.num_rewards_refused.bit_count() == 1:  # others with what is kept next: no write for each
+                    await self._save()
                 raise
             self._check_room(len(token.encode()) + _REWARD_BYTES)
             self.rewards = rewards
@@ -436,8 +437,8 @@ class AgentEpisode:
     def _part(self) -> Part:
         """What has changed behind all segments that were cut so far. Nothing may be awaited between this and its
         storing."""
-        entries, rewards = self.history.entries, self.rewards.posted
-        return self._parts.next(entries, self._live, rewards, self.stopped, finished=self._is_finished)
+        given = self.history.entries, self._live, self.rewards.posted, self.stopped
+        return self._parts.next(*given, finished=self._is_finished, num_refused=self.num_rewards_refused)
 
     async def _store(self, part: Part | None, segments: Sequence[Segment] = (), note: str = "") -> None:
         tape, kept = self._tape, None

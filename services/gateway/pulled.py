@@ -113,10 +113,9 @@ class PulledAgent:
         self._waiting.enter_context(self._meter.unattended())
         start = await self._session.start(task, seed)
         handed_out = msgspec.Raw((await self._session.handed_out()).encode())
-        told = Told(handed_out, llm.base_url, llm.api_key, llm.model, llm.reward_key)
-        await setting.retrier.keep_trying(
-            self._board.loans.offer, episode.key, setting.token, episode.attempt, msgspec.json.encode(told)
-        )
+        told = msgspec.json.encode(Told(handed_out, llm.base_url, llm.api_key, llm.model, llm.reward_key))
+        given = episode.key, setting.token, episode.attempt, told, (episode.payer.lowest, episode.payer.highest)
+        await setting.retrier.keep_trying(self._board.loans.offer, *given)
         return start
 
     async def handed_out(self) -> str:
@@ -136,14 +135,21 @@ class PulledAgent:
             if self._signs(loan) != signs or self._meter.is_sampling:
                 signs, since = self._signs(loan), clock()
             elif clock() - since > loan.length_s and await self._expire(loan):
+                self._count_refused(loan)
                 self._lose(f"gave no sign of life for {loan.length_s:g}s", "loans/expired")
             loan = await self._next() or self._gone()
+        self._count_refused(loan)
         if loan.state is not LoanState.FINISHED:
             self._lose("gave the episode back", "loans/released")
         if self._is_judged and loan.reward is not None:
             self._episode.count_refused_reward()
         else:
             self._reward = loan.reward
+
+    def _count_refused(self, loan: Loan) -> None:
+        """With its end, which has all of them."""
+        for _ in range(loan.num_refused):
+            self._episode.count_refused_reward()
 
     def _gone(self) -> NoReturn:
         raise SessionLost("host", "its offer is gone: its group is settled, or another gateway holds it")

@@ -60,6 +60,8 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     kind: str = KIND
     schema: int = SCHEMA
     num_rewards: int = 0
+    num_refused: int = 0
+    """Rewards, by all gateways that held it."""
     num_kept: int = 0
     """Of all parts together: the bytes that they have in Redis."""
 
@@ -85,11 +87,10 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
                 return None
             turns |= {entry.number: entry for entry in last.turns}
             rewards[last.num_rewards :] = last.rewards
-        return (
-            None
-            if last is None
-            else cls([*turns.values()], rewards, last.stopped, last.finished, num_kept=sum(map(len, parts)))
-        )
+        if last is None:
+            return None
+        last = msgspec.structs.replace(last, turns=[*turns.values()], rewards=rewards, num_rewards=0)
+        return msgspec.structs.replace(last, num_kept=sum(map(len, parts)))
 
     def covers(self, record: Sequence[Segment]) -> bool:
         """Whether it names every turn that the segments hold tokens of."""

@@ -92,6 +92,9 @@ class _Nobody:
     async def resume(self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]) -> Again:
         raise RuntimeError("a conversation has no attempts")
 
+    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+        raise RuntimeError("a conversation has no attempts")
+
 
 class Talking:
     """The ``Turns`` of keys that begin with ``tk_``."""

@@ -25,7 +25,7 @@ class Part:
     """With it: of the episode."""
     is_empty: bool
     """It says nothing that is not stored."""
-    state: tuple[str, bool]
+    state: tuple[str, bool, int]
 
 
 class TreeParts:
@@ -37,15 +37,15 @@ class TreeParts:
         self._num_rewards = 0
         self._touched: dict[int, None] = {}
         self._due = set[int]()
-        self._state = "", False
-        """The limit that was met, and whether the agent is done, as they are stored."""
+        self._state = "", False, 0
+        """The limit that was met, whether the agent is done, and how many rewards were refused, as they are stored."""
 
     def restore(self, tree: TreeSnapshot, numbers: Collection[int]) -> None:
         """This is what is stored. Turns of other ``numbers`` are nothing any more: a new one may have their number."""
         self._stored = {entry.number: _encoded(entry) for entry in tree.turns if entry.number in numbers}
         self._num_rewards = len(tree.rewards)
         self.num_bytes = max(tree.num_kept, len(tree.encode()))
-        self._state = tree.stopped, tree.finished
+        self._state = tree.stopped, tree.finished, tree.num_refused
 
     def touch(self, number: int, *, is_due: bool = False) -> None:
         """This turn may have changed, or be new. ``is_due``: its next tokens need what has changed."""
@@ -66,14 +66,16 @@ class TreeParts:
         stopped: StopReason | None,
         *,
         finished: bool,
+        num_refused: int = 0,
     ) -> Part:
         """``changing``: turns that may change at any time."""
         numbers = {**self._touched, **dict.fromkeys(changing)}
         encoded = {number: _encoded(entries[number]) for number in numbers}
         since = self._num_rewards
         turns = [entries[number] for number, data in encoded.items() if self._stored.get(number) != data]
-        tree = TreeSnapshot(turns, list(rewards[since:]), stopped or "", finished, num_rewards=since)
-        state = tree.stopped, finished
+        new = list(rewards[since:])
+        tree = TreeSnapshot(turns, new, stopped or "", finished, num_rewards=since, num_refused=num_refused)
+        state = tree.stopped, finished, num_refused
         is_empty = not turns and not tree.rewards and state == self._state
         return Part(tree.encode(), encoded, len(rewards), is_empty, state)
 

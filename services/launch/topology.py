@@ -193,7 +193,8 @@ API = Process(
     module="services.api",
     leaving=Leaving(3, cleanup_s=3 + CLEANUP_S, option="--grace-s", drain_s={Site.CONTAINERS: 50}),
     reads=LOGGING
-    | {"redis_url", "data_dir", "api_host", "api_port", "api_keys", "env_uploads", "outbound_networks", "lease_s"},
+    | {"redis_url", "data_dir", "api_host", "api_port", "api_keys", "env_uploads", "outbound_networks", "lease_s"}
+    | {"episodes_keep_days"},
     requires=frozenset({"redis_url", "data_dir", "api_host", "api_keys"}),
     health=API_HEALTH,
     after=("redis",),

@@ -159,6 +159,11 @@ class Settings(BaseSettings):
     traffic_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Recorded traffic that is older than this is removed, within ten minutes where a gateway runs."""
 
+    episodes_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """What was read and said in trained episodes is erased from batch logs that were written before that, within an
+    hour where an API runs, as ``gspo erase`` does: such steps are never trained or replayed again. What a job that is
+    not over may have to train again stays until its next checkpoint. Unset: it is kept as long as its log."""
+
     traffic_redactor: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     """``module:function`` of yours, ``str -> str``, through which the text of recorded traffic goes before it is
     stored; token ids are then not kept. The gateway imports it. Unset: traffic is kept as it was sampled."""

@@ -44,6 +44,9 @@ class EnvironmentDriver:
             return Again("episodes/restarted")
         return GoOn()
 
+    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+        return False
+
 
 async def _kept(setting: EpisodeSetting, order: Order, attempt: int) -> Snapshot | None:
     kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)

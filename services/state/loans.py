@@ -8,12 +8,16 @@ loan counts its signs of life (``Loan.beats``).
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 from gspo_core.types import EpisodeKey
 from services.state.functions import Functions
 from services.state.keys import bus_keys
+
+ANY = -math.inf, math.inf
+"""Every reward."""
 
 
 class LoanState(StrEnum):
@@ -42,6 +46,8 @@ class Loan:
     """Told with the end."""
     till: str = ""
     """The time of day until which no further sign is needed, for people."""
+    num_refused: int = 0
+    """Ends that were refused for their reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,13 @@ class Loans:
 
     # the worker's side
 
-    async def offer(self, key: EpisodeKey, token: str, attempt: int, told: bytes) -> None:
-        """Harmless where this attempt was offered before, lent or not. Raises Fenced."""
-        await self._functions.call("offer", bus_keys(key.job), token, _member(key), attempt, told)
+    async def offer(
+        self, key: EpisodeKey, token: str, attempt: int, told: bytes, reward_range: tuple[float, float] = ANY
+    ) -> None:
+        """Harmless where this attempt was offered before, lent or not. ``reward_range``: of what may be told with its
+        end. Raises Fenced."""
+        bounds = [str(bound) if math.isfinite(bound) else "" for bound in reward_range]
+        await self._functions.call("offer", bus_keys(key.job), token, _member(key), attempt, told, *bounds)
 
     async def offers(self, job: str) -> dict[EpisodeKey, Loan | None]:
         """All episodes that are offered, each with the hold that an agent has of it, if one has."""
@@ -86,7 +96,8 @@ class Loans:
         return _read(job, await self._functions.call("extend_loan", bus_keys(job), id, length, till))
 
     async def finish(self, job: str, id: str, reward: float | None = None) -> Loan:
-        """The episode was played to its end. Raises Fenced where the loan is over."""
+        """The episode was played to its end. Raises Fenced where the loan is over, and OutOfRange where it goes on
+        because of the reward."""
         return await self._end(job, id, LoanState.FINISHED, "" if reward is None else json.dumps(reward))
 
     async def release(self, job: str, id: str) -> Loan:
@@ -111,7 +122,7 @@ def _seconds(length_s: float) -> str:
 
 
 def _read(job: str, row: list[bytes | int]) -> Loan:
-    id, episode, attempt, beats, length_s, state, reward, till = (
+    id, episode, attempt, beats, length_s, state, reward, till, num_refused = (
         value.decode() if isinstance(value, bytes) else str(value) for value in row
     )
     return Loan(
@@ -123,4 +134,5 @@ def _read(job: str, row: list[bytes | int]) -> Loan:
         state=LoanState(state),
         reward=float(reward) if reward else None,
         till=till,
+        num_refused=int(num_refused),
     )

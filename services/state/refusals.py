@@ -71,6 +71,12 @@ class Forbidden(Refused):
     advice = "the current state does not allow this transition"
 
 
+class OutOfRange(Refused):
+    """A number is not between those that ``detail`` names."""
+
+    advice = "it is out of range"
+
+
 class Damaged(Refused):
     """A record the function needs is unreadable: the job's trainer empties the queue and dispatches again."""
 
@@ -84,4 +90,5 @@ BY_WORD: dict[str, type[Refused]] = {
     "FULL": Full,
     "MISSING": Missing,
     "FORBIDDEN": Forbidden,
+    "RANGE": OutOfRange,
 }

@@ -49,7 +49,7 @@ class Episode:
 
     async def run(self) -> StopReason:
         """The stop reason, once the outcome is durable. Raises ``Drained``, ``Interrupted``, ``Fenced`` or ``Gap``."""
-        past = await self._resume() if self._order.lease.num_segments else Past()
+        past = await self._resume() if self._order.lease.num_segments or await self._has_kept() else Past()
         while True:
             attempt, session = self._begin(past)
             recorded = attempt.recorded
@@ -151,9 +151,12 @@ class Episode:
         self._is_suspect = is_here and isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
         has_begun = recorded.num_segments or past.record or self._order.agent_lives_elsewhere
-        if self._num_in_vain > MAX_IN_VAIN or not has_begun:
+        if self._num_in_vain > MAX_IN_VAIN or not (has_begun or await self._has_kept()):
             return await self._restart(max(recorded.num_sampled, _num_sampled(past.record)))
         return await self._resume()
+
+    async def _has_kept(self) -> bool:
+        return await self._setting.driver.has_kept(self._setting, self._order, self._attempt)
 
     async def _resume(self) -> Past:
         """The durable segments of this attempt if it can be resumed from them, else a new attempt."""

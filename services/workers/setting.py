@@ -125,6 +125,10 @@ class Driver(Protocol):
         """How an attempt goes on that another worker began; ``record`` is what it made durable."""
         ...
 
+    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+        """Whether something of an attempt without a segment is durable all the same."""
+        ...
+
 
 async def nobody() -> bool:
     return False

@@ -46,13 +46,15 @@ async def test_a_session_is_begun_in_a_folder_of_the_episodes_own(tmp_path: Path
 async def test_it_is_started_like_other_programs(tmp_path: Path) -> None:
     body = """
 def prompt(text):
-    names = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL", "OPENAI_API_KEY", "GSPO_TASK")
+    names = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL", "GSPO_TASK")
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")
+    assert [os.environ[name] for name in keys] == ["ep_" + "secret"] * 3
     assert os.path.isdir(os.environ["TMPDIR"]) and os.environ["TMPDIR"] != os.environ["GSPO_FOLDER"]
     say(" ".join([os.getcwd(), *(os.environ[name] for name in names)]))
 """
     said, _ = await played(acp_environment(tmp_path, body))
     urls = "http://127.0.0.1:1/v1 http://127.0.0.1:1 http://127.0.0.1:1"
-    assert said == f'{tmp_path} {urls} ep_secret {{"prompt": "Go."}}'
+    assert said == f'{tmp_path} {urls} {{"prompt": "Go."}}'
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from gspo_core.env import (
     Timeouts,
     load_environment,
 )
+from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, PART_CHARS, without_key
 from gspo_core.env.agent_urls import UrlRun
 from gspo_core.testing import validate
 from gspo_core.types import Split
@@ -344,6 +346,45 @@ async def test_what_goes_wrong_with_a_program_is_a_failure(
     with pytest.raises(EnvironmentFailed, match=words) as failed:
         await play(load(f"{agents}:Unjudged", start))
     assert failed.value.phase == phase
+
+
+KEY = "ep_" + "".join(chr(ord("A") + 7 * number % 26) + str(number) for number in range(64))
+
+
+@pytest.mark.parametrize("num_told", [1, 40, 100, len(KEY) - 8, len(KEY)])
+async def test_no_part_of_its_key_is_told_where_its_last_words_are_cut(agents: str, num_told: int) -> None:
+    """So many characters of the key stand behind the cut."""
+    said = f"import os, sys; sys.exit(os.environ['OPENAI_API_KEY'] + 'x' * {MAX_LAST_WORDS_BYTES - num_told - 1})"
+    session = load(f"{agents}:Unjudged", command(said)).session()
+    session.offer(Llm("http://127.0.0.1:1/v1", KEY))
+    await session.start({"word": "x"}, 0)
+    with pytest.raises(EnvironmentFailed) as failed:
+        await session.ended()
+    await session.close()
+    told = str(failed.value)
+    assert told.count("x") > 1000
+    assert not any(KEY[place : place + PART_CHARS] in told for place in range(len(KEY) - PART_CHARS + 1))
+
+
+async def test_what_a_program_prints_is_kept_and_judged_without_its_key(agents: str) -> None:
+    said = "import os; print('the key is', os.environ['OPENAI_API_KEY'])"
+    session = load(f"{agents}:Unjudged", command(said)).session()
+    session.offer(Llm("http://127.0.0.1:1/v1", KEY))
+    session.keep_evidence(1 << 20)
+    await session.start({"word": "x"}, 0)
+    await session.ended()
+    with pytest.raises(EnvironmentFailed, match="gave no reward"):
+        await session.score()
+    await session.close()
+    assert json.loads(session.evidence.told["result"]) == "the key is (key)\n"
+
+
+def test_beginnings_and_ends_of_a_key_are_not_told_wherever_they_stand():
+    for place in range(PART_CHARS, len(KEY) - PART_CHARS + 1):
+        text = f"{KEY[place:]} a {KEY} b {KEY}{KEY} c={KEY[:place]}"
+        assert without_key(text, KEY) == "(key) a (key) b (key)(key) c=(key)"
+    assert without_key("a key", "") == "a key"
+    assert without_key("no key: ep_secret!", "ep_secret") == "no key: (key)!"
 
 
 async def test_a_task_too_long_for_a_variable_is_refused_by_its_size(agents: str) -> None:

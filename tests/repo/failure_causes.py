@@ -31,8 +31,8 @@ MODULES = (
     *("services.state.away", "services.state.functions", "services.state.refusals"),
     "services.trainer.telling.failure",
 )
-# Bases that are never raised themselves, and answers to "is it there?" that their callers expect.
-NO_CAUSES = {"EngineError", "BatchLogExists", "BatchLogNotFound", "VersionExists", "VersionNotFound"}
+# Bases that are never raised themselves, and answers ("is it there?", "may it be so?") that their callers expect.
+NO_CAUSES = {"EngineError", "BatchLogExists", "BatchLogNotFound", "VersionExists", "VersionNotFound", "OutOfRange"}
 # It is waited for, and is no failure.
 NO_PHASES = {"capacity"}
 

@@ -23,6 +23,7 @@ from services.api.http.routers import v1_router
 from services.api.routes.episodes import GroupNumber, MemberNumber
 from services.api.views.history import EpisodeNotKept
 from services.api.views.store_views import View
+from services.files.job_dir import JobDir
 from services.state.jobs import JobRecord
 
 # So many are read and decoded in one go.
@@ -156,7 +157,7 @@ def _erase(context: ApiContext, job: JobRecord, whose: str | tuple[int, int], in
 
     history, wanted = context.history, of_user(whose) if isinstance(whose, str) else of_member(*whose)
     others = history.jobs_dir.accepted()
-    found = erase(history.job_dir(job.id), job.id, wanted, others, safe_until=_safe_until(context, job))
+    found = erase(history.job_dir(job.id), job.id, wanted, others, safe_until=safe_until(history.job_dir(job.id), job))
     erased, not_yet = (
         [EnteredView(episode=str(one.episode), step=one.step, epoch=one.epoch, in_job=one.job) for one in entered]
         for entered in (found.erased, found.not_yet)
@@ -174,14 +175,14 @@ def _erase(context: ApiContext, job: JobRecord, whose: str | tuple[int, int], in
     )
 
 
-def _safe_until(context: ApiContext, job: JobRecord) -> int | None:
+def safe_until(place: JobDir, job: JobRecord) -> int | None:
     """Steps up to it are in a checkpoint; None: no step of the job will be trained again by itself."""
     from gspo_core.replay.past import Past, PastError  # few requests need it
 
     if job.status.is_terminal:
         return None
     try:
-        return max((at.step for at in Past(context.history.job_dir(job.id).path).checkpoints), default=0)
+        return max((at.step for at in Past(place.path).checkpoints), default=0)
     except PastError:
         return 0
 

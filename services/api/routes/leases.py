@@ -25,7 +25,7 @@ from services.api.http.routers import v1_router
 from services.api.http.stored_specs import readable_spec
 from services.api.views.store_views import View
 from services.state.loans import Lent, Loan
-from services.state.refusals import Fenced
+from services.state.refusals import Fenced, OutOfRange
 
 router = v1_router("leases", "/jobs")
 
@@ -57,7 +57,8 @@ class FinishQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     reward: FiniteFloat | None = None
-    """What the episode was worth; left out: what was posted with its key, or what `get_reward` of the job says."""
+    """What the episode was worth, within the `reward_range` of its environment; left out: what was posted with its key,
+    or what `get_reward` of the job says."""
 
 
 class LeaseView(View):
@@ -125,7 +126,11 @@ async def extend(id: str, lease: LeaseId, query: Annotated[ExtendQuery, Query()]
 @router.post("/{id}/leases/{lease}/finish", responses=documented(409))
 async def finish(id: str, lease: LeaseId, query: Annotated[FinishQuery, Query()], context: ContextOf) -> LeaseView:
     """Say that the episode was played to its end. It has its outcome a moment later."""
-    return await _known(context.loans.finish(id, lease, query.reward))
+    try:
+        return await _known(context.loans.finish(id, lease, query.reward))
+    except OutOfRange as error:
+        message = f"{query.reward:g} is outside the reward_range {error.detail} of its environment; the lease goes on"
+        raise RequestRefused(422, "validation_failed", message, param="reward") from None
 
 
 @router.post("/{id}/leases/{lease}/release", responses=documented(409))

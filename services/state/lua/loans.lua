@@ -4,7 +4,8 @@
 
 local LENT, FINISHED = "lent", "finished"
 
--- worker token, episode, attempt, what an agent is to be told -> 1, or 0 where it was offered before
+-- worker token, episode, attempt, what an agent is to be told, the least and the most that its end may be worth (absent
+-- or "": any) -> 1, or 0 where it was offered before
 register("offer", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, episode, attempt = args[1], args[2], tonumber(args[3])
@@ -15,14 +16,26 @@ register("offer", {}, function(keys, args)
   if redis.call("HEXISTS", K.offers, episode) == 1 then
     return 0
   end
-  write_record(K.offers, episode, {attempt = attempt, loan = "", data = args[4]})
+  write_record(K.offers, episode, {
+    attempt = attempt, loan = "", data = args[4], least = args[5] or "", most = args[6] or ""
+  })
   redis.call("ZADD", K.offered, state.sequence, episode)
   return 1
 end)
 
 local function loan_row(id, loan)
   return {id, loan.episode, loan.attempt, loan.beats, tostring(loan.length_s), loan.state, loan.reward,
-    loan.till}
+    loan.till, loan.refused or 0}
+end
+
+-- What stands in the way of this reward, nil where nothing does.
+local function range_left(K, loan, reward)
+  local packed = redis.call("HGET", K.offers, loan.episode)
+  local offer, value = packed and unpacked(packed) or {}, tonumber(reward)
+  local least, most = tonumber(offer.least or ""), tonumber(offer.most or "")
+  if value and ((least and value < least) or (most and value > most)) then
+    return "(" .. (least and offer.least or "-inf") .. ", " .. (most and offer.most or "inf") .. ")"
+  end
 end
 
 -- id of the loan, seconds between two signs of life at most, the time of day that it lasts till (for people; nothing here
@@ -71,12 +84,19 @@ register("extend_loan", FREES, function(keys, args)
   return loan_row(args[1], loan)
 end)
 
--- id, "finished" or "released", reward as JSON ("" for none) -> its row. The same end again changes nothing.
+-- id, "finished" or "released", reward as JSON ("" for none) -> its row. The same end again changes nothing. A reward
+-- that may not be is counted, and ends nothing.
 register("end_loan", FREES, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local loan = read_loan(K, args[1])
   if not loan or (loan.state ~= LENT and (loan.state ~= args[2] or loan.reward ~= args[3])) then
     return refuse("FENCED", "loan " .. args[1])
+  end
+  local range = loan.state == LENT and range_left(K, loan, args[3])
+  if range then
+    loan.refused = (loan.refused or 0) + 1
+    write_record(K.loans, args[1], loan)
+    return refuse("RANGE", range)
   end
   loan.state, loan.reward = args[2], args[3]
   write_record(K.loans, args[1], loan)

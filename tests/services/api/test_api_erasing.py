@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -21,13 +22,15 @@ from gspo_core.log.batches import decode_batch
 from gspo_core.log.records import AcceptedJob, encode_record
 from gspo_core.staleness import Position
 from gspo_core.types import Asked, EpisodeKey, Group, Split, Trajectory
+from services.api.forgetting import Forgetting
 from services.files.batch_log import BatchLog
-from services.files.job_dir import JobDir
+from services.files.job_dir import JobDir, JobsDir
 from services.files.trained_log import TrainedLog
 from services.state.jobs import JobStatus
 from services.state.queue import Append, Bus
 from services.state.queue_records import ErasedWord
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import application, error_of, http_to
 from tests.services.api.recorded_job import RecordedJob, record_job, write_model
 from tests.services.state.test_bus_erasing import everything_in
@@ -286,3 +289,69 @@ def test_the_command_names_what_left_the_queue_and_what_could_not(capsys: pytest
     done["in_use"] = [{"episode": "job_a/4/0", "why": "its group is being written"}]
     assert tell(done) == 1
     assert "not yet: job_a/4/0: its group is being written\n" in capsys.readouterr().out
+
+
+# --- by age
+
+NOW = 1_900_000_000.0
+
+
+def accept(tmp_path: Path, job: RecordedJob) -> None:
+    spec = json.dumps({"model": "m", "environments": [{"ref": "a:B"}]})
+    accepted = AcceptedJob(spec, hashlib.sha256(spec.encode()).hexdigest(), "2026-01-01T00:00:00.000Z")
+    (tmp_path / job.id / layout.ACCEPTED).write_bytes(encode_record(accepted))
+
+
+def age(tmp_path: Path, job: RecordedJob, days: Mapping[int, float]) -> None:
+    """Makes the logs of these steps so old, and the others new."""
+    for step in range(1, 7):
+        at = NOW - days.get(step, 0.0) * 86_400
+        os.utime(JobDir(tmp_path / job.id).batch(Position(job.claim.epoch, step)), (at, at))
+
+
+async def steps_left(http: httpx.AsyncClient, job: RecordedJob) -> set[int]:
+    shown = (await read(http, f"/v1/jobs/{job.id}/episodes?limit=100"))["data"]
+    whole = [await read(http, f"/v1/episodes/{one['id']}") for one in shown]
+    return {one["step"] for one in whole if not one["is_erased"]}
+
+
+async def test_what_is_older_than_is_to_be_kept_is_erased(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path
+) -> None:
+    accept(tmp_path, job)
+    age(tmp_path, job, {1: 40, 2: 31, 3: 29})
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    running = asyncio.create_task(forgetting.run(30.0, every_s=1e9))
+    async with asyncio.timeout(HANG_S):
+        while await steps_left(http, job) != {3, 4, 5, 6}:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    age_of_first = NOW - JobDir(tmp_path / job.id).batch(Position(job.claim.epoch, 1)).stat().st_mtime
+    assert age_of_first == 40 * 86_400  # it is as old as before
+    assert await forgetting.forget(NOW - 30 * 86_400) == 0
+    assert await forgetting.forget(NOW - 28 * 86_400) == 8
+
+
+async def test_what_a_job_may_train_again_is_forgotten_with_its_next_checkpoint(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path
+) -> None:
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 40))
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    assert await forgetting.forget(NOW) == 0
+    (tmp_path / job.id / layout.CHECKPOINTS / layout.step_name(Position(job.claim.epoch, 4))).mkdir(parents=True)
+    assert await forgetting.forget(NOW) == 4 * 8
+    assert await steps_left(http, job) == {5, 6}
+
+
+async def test_without_a_setting_everything_is_kept(store: Store, job: RecordedJob, tmp_path: Path) -> None:
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 4000))
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    before = logs(tmp_path / job.id)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await Forgetting(store, JobsDir(tmp_path), lambda: NOW).run(None)
+    assert logs(tmp_path / job.id) == before

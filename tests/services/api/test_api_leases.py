@@ -16,7 +16,7 @@ from services.api.http.key_ring import KeyRing
 from services.files.data_dir import KeysDir
 from services.state.functions import Functions
 from services.state.keys import job_key
-from services.state.loans import Loans, LoanState
+from services.state.loans import ANY, Loans, LoanState
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
@@ -43,7 +43,14 @@ async def http(store: Store, ring: KeyRing) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def offered(store: Store, bus: Bus, *, num: int = 1, spec: dict = PULLING) -> str:  # type: ignore[type-arg]
+async def offered(
+    store: Store,
+    bus: Bus,
+    *,
+    num: int = 1,
+    spec: dict = PULLING,  # type: ignore[type-arg]
+    reward_range: tuple[float, float] = ANY,
+) -> str:
     """A job with episodes that wait for agents."""
     job = (await store.jobs.create(json.dumps(spec), idempotency_key=None)).id
     claim = await store.jobs.claim("trainer")
@@ -51,7 +58,7 @@ async def offered(store: Store, bus: Bus, *, num: int = 1, spec: dict = PULLING)
     await bus.dispatch(job, claim.token, 0, size=max(num, 1), split=Split.TRAIN, task_index=0)
     token = await bus.join("gateway-0")
     for lease in await bus.lease(job, "gateway-0", token, num):
-        await Loans(Functions(bus._redis)).offer(lease.key, token, 0, TOLD)
+        await Loans(Functions(bus._redis)).offer(lease.key, token, 0, TOLD, reward_range)
     return job
 
 
@@ -71,6 +78,23 @@ async def test_an_agent_fetches_keeps_and_finishes_an_episode(http: httpx.AsyncC
     assert (loan.key, loan.state, loan.reward, loan.beats) == (EpisodeKey(job, 0, 0), LoanState.FINISHED, 0.5, 1)
     over = await http.post(f"{path}/release")
     assert (over.status_code, error_of(over)["code"], over.headers["x-should-retry"]) == (409, "lease_over", "false")
+
+
+async def test_a_reward_out_of_its_worlds_range_is_refused_and_the_lease_goes_on(
+    http: httpx.AsyncClient, store: Store, bus: Bus
+) -> None:
+    job = await offered(store, bus, reward_range=(0.0, 1.0))
+    lease = (await http.post(f"/v1/jobs/{job}/episodes:lease")).json()
+    path = f"/v1/jobs/{job}/leases/{lease['id']}"
+    refused = await http.post(f"{path}/finish?reward=1.5")
+    assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (
+        422,
+        "validation_failed",
+        "reward",
+    )
+    assert "1.5 is outside the reward_range (0.0, 1.0)" in error_of(refused)["message"]
+    assert (await http.post(f"{path}/extend")).json()["state"] == "lent"
+    assert (await http.post(f"{path}/finish?reward=1")).json()["state"] == "finished"
 
 
 async def test_what_was_offered_and_lent_ends_with_its_job(http: httpx.AsyncClient, store: Store, bus: Bus) -> None:

@@ -15,7 +15,7 @@ from gspo_core.staleness import Position
 from services.files import batch_archive
 from services.files.batch_archive import History, archived
 from services.files.batch_log import BatchLog, batch_files, read_batch
-from services.files.erasing import erase, of_member
+from services.files.erasing import erase, everybody, of_member
 from services.files.job_dir import JobDir, positions_in
 from tests.core.logged import groups
 
@@ -54,6 +54,17 @@ def test_an_archived_log_reads_as_it_was(job: JobDir) -> None:
     assert [log.size(1, step) for step in range(1, 7)] == sizes
     assert [read_batch(path).step for path in batch_files(job.path)] == [1, 2, 3, 4, 5, 6]
     assert job.archived(Position(1, 2)).stat().st_size < len(data)
+
+
+def test_an_archived_log_is_as_old_as_it_was(job: JobDir) -> None:
+    """What is older than is to be kept is erased there too."""
+    at = Position(1, 1)
+    os.utime(job.batch(at), (1e9, 1e9))
+    put(job, 1)
+    assert job.archived(at).stat().st_mtime == 1e9
+    assert not erase(job, "job-1", everybody, {}, safe_until=None, before=1e9).erased
+    assert erase(job, "job-1", everybody, {}, safe_until=None, before=1e9 + 1).erased
+    assert job.archived(at).stat().st_mtime == 1e9
 
 
 def test_once_a_log_does_not_fit_none_follows(job: JobDir) -> None:

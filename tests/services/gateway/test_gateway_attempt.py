@@ -242,6 +242,29 @@ async def test_what_is_refused_is_told_with_the_episode(table: Table, codec: Her
     assert play.setting.counters["rewards/refused"] == 2
 
 
+async def test_what_an_earlier_gateway_refused_is_told_with_the_episode(table: Table, codec: HermesCodec) -> None:
+    told, is_moved = asyncio.Event(), asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        await refused(llm.pay_oneself(0.5))
+        await llm.say(HI)
+        for _ in range(4):
+            await refused(llm.pay_oneself(0.5))
+        told.set()
+        await is_moved.wait()
+        await refused(llm.pay_oneself(0.5))
+        return 0.25
+
+    play = Play(table, codec, agent, "Hello.", services={})
+    await cut_short(play, told)
+    episode = await play.taken_over()
+    is_moved.set()
+    assert await episode.run() is StopReason.COMPLETED
+    # Of the first five the last was to be kept with what comes next.
+    assert (await play.outcome()).metrics["rewards_refused"] == 5
+    assert play.setting.counters["rewards/refused"] == 1
+
+
 async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, codec: HermesCodec) -> None:
     """A service that answered 202, told its end and left is waited for no longer."""
     told = asyncio.Event()
@@ -269,6 +292,65 @@ async def test_an_end_that_was_told_is_known_to_the_next_gateway(table: Table, c
     with pytest.raises(asyncio.CancelledError):
         await running
     assert await (await play.taken_over()).run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.5
+
+
+async def cut_short(play: Play, said_all: asyncio.Event) -> None:
+    """Its gateway dies once the agent was answered all that it said, or whoever pays it."""
+    running = asyncio.create_task((await play.lease()).run())
+    await asyncio.wait([running, told := asyncio.create_task(said_all.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert told.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "replayable", "here"])
+async def test_what_was_told_before_any_turn_is_known_to_the_next_gateway(
+    table: Table, codec: HermesCodec, where: str
+) -> None:
+    """An agent that began here, and is not begun again on the same terms, has said nothing yet."""
+    told = asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        if not told.is_set():
+            await llm.reward(0.5, token="a")
+            await llm.finish()
+            told.set()
+            await asyncio.Event().wait()
+        return 0.125
+
+    named: dict[str, Any] = {"elsewhere": {"services": {}}, "replayable": {"replayable": True}, "here": {}}
+    play = Play(table, codec, agent, **named[where])
+    await cut_short(play, told)
+    assert await (await play.taken_over()).run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == (0.125 if where == "here" else 0.5)
+    assert {segment.attempt for segment in await play.record()} == {int(where == "here")}
+    assert play.policy.served == []
+
+
+async def test_what_was_told_before_any_turn_outlives_the_process_beside_the_gateway(
+    table: Table, codec: HermesCodec
+) -> None:
+    told = asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        if not told.is_set():
+            await llm.reward(0.5)
+            told.set()
+            await asyncio.Event().wait()
+        return 0.125
+
+    async def ended(session: AgentHere) -> None:
+        if not told.is_set():
+            await told.wait()
+            raise SessionLost("host", "killed")
+        await watch(session)
+
+    play = Play(table, codec, agent, replayable=True)
+    watch = AgentHere.ended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentHere, "ended", ended)
+        assert await play.run() is StopReason.COMPLETED
     assert (await play.outcome()).reward == 0.5
 
 

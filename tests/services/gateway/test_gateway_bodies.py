@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from gspo_core.messages import CalledFunction, Message
+from services.gateway import canonical, nodes
 from services.gateway.app import DIALECTS, build_app
 from services.gateway.bodies import (
     IN_THREAD_BYTES,
@@ -22,6 +25,7 @@ from services.gateway.bodies import (
     Bodies,
     BodyTooLarge,
 )
+from services.gateway.canonical import of_messages
 from services.gateway.nodes import has_more_nodes
 from services.gateway.turns import Refusal, RefusalKind, Turns
 from tests.patience import HANG_S
@@ -179,6 +183,37 @@ async def test_a_body_that_would_become_too_many_values_is_refused_by_name_befor
 def test_values_are_counted_outside_of_texts_and_in_arguments(text: str, num_nodes: int):
     assert not has_more_nodes(text.encode(), num_nodes)
     assert has_more_nodes(text.encode(), num_nodes - 1)
+
+
+def test_signs_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nodes, "_PIECE_BYTES", 3)
+    text = b"[" + b"[1], " * 20 + b'"a, b"]'
+    assert not has_more_nodes(bytearray(text), 42)
+    assert has_more_nodes(bytearray(text), 41)
+
+
+def test_long_texts_are_digested_piece_by_piece_and_as_before(monkeypatch: pytest.MonkeyPatch):
+    text = 'a "quoted" \\ line\n\x7f\u2028\U0001f600' * 2000 + "\ud800"
+    call: CalledFunction = {"name": "f", "arguments": {"b": 1, "a": 2}}
+    said: list[Message] = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text, "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": text},
+    ]
+    whole = of_messages(said)
+    written: list[int] = []
+    write = canonical._write
+
+    def noted(value: object) -> str:
+        written.append(len(value) if isinstance(value, str) else 0)
+        return write(value)
+
+    monkeypatch.setattr(canonical, "_PIECE_CHARS", 1000)
+    monkeypatch.setattr(canonical, "_write", noted)
+    assert of_messages(said) == whole
+    assert max(written) == 1000
+    as_before = json.dumps(["user", text], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    assert whole[0] == hashlib.blake2b(as_before.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @EVERY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from services.gateway.turns import Refusal, RefusalKind
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.loans import Lent, Loans, LoanState
-from services.state.refusals import Fenced
+from services.state.refusals import Fenced, OutOfRange
 from services.workers.episode import Episode
 from services.workers.setting import Order
 from tests.patience import HANG_S
@@ -124,6 +125,41 @@ async def test_an_agent_fetches_plays_and_finishes_with_its_reward(table: Table,
     assert not await shop.loans.offers(JOB)
     with pytest.raises(Fenced):
         await shop.loans.extend(JOB, lent.loan.id)
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+async def test_a_reward_that_its_world_does_not_know_ends_nothing_and_is_counted(
+    table: Table, codec: HermesCodec, is_moved: bool
+) -> None:
+    shop = Shop(table, codec, "Hello.")
+    shop.world.reward_range = (-0.5, 1.0)
+    running = asyncio.create_task((await shop.open()).run())
+    lent = await shop.fetch()
+    await shop.client(lent).say(HI)
+    for value in (1.5, -0.75, 1e300):
+        with pytest.raises(OutOfRange, match=r"\(-0\.5, 1\.0\)"):
+            await shop.loans.finish(JOB, lent.loan.id, value)
+    if is_moved:
+        running.cancel()
+        await asyncio.wait([running])
+        running = asyncio.create_task((await shop.taken_over()).run())
+    await shop.loans.finish(JOB, lent.loan.id, 1.0)
+    assert await running is StopReason.COMPLETED
+    outcome = await shop.outcome()
+    assert (outcome.reward, outcome.metrics["rewards_refused"]) == (1.0, 3)
+    assert shop.setting.counters["rewards/refused"] == 3
+
+
+async def test_where_a_world_states_no_bound_every_reward_ends_its_episode(table: Table, codec: HermesCodec) -> None:
+    shop = Shop(table, codec, "Hello.")
+    shop.world.reward_range = (-math.inf, 1.0)
+    running = asyncio.create_task((await shop.open()).run())
+    lent = await shop.fetch()
+    with pytest.raises(OutOfRange):
+        await shop.loans.finish(JOB, lent.loan.id, 1.25)
+    await shop.loans.finish(JOB, lent.loan.id, -1e9)
+    assert await running is StopReason.COMPLETED
+    assert (await shop.outcome()).reward == -1e9
 
 
 async def test_one_episode_is_lent_once_and_a_lost_answer_gives_it_again(table: Table, codec: HermesCodec) -> None:

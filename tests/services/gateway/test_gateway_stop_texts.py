@@ -221,6 +221,19 @@ async def test_pieces_grow_where_a_text_may_end_the_turn(codec: HermesCodec) -> 
     assert [len(served.ids) for served in one.policy.served] == [32, 32, 64, 128, 256, 512, 1024, 1024, 929]
 
 
+async def test_what_is_sampled_in_vain_behind_stop_texts(codec: HermesCodec) -> None:
+    """Engines are not told them. `docs/agents.md` states these numbers."""
+    kept = in_vain = most = 0
+    for length in range(40, 2040, 50):
+        one = bench(codec, "x" * (length - 3) + "END" + "y" * 4096, sampling={"max_new_tokens": 4096})
+        await one.ask(HI, stop=("END",))
+        assert len(one.tape.turns[0].sampled) == length
+        more = sum(len(served.ids) for served in one.policy.served) - length
+        assert more <= max(length, 32)
+        kept, in_vain, most = kept + length, in_vain + more, max(most, more)
+    assert (round(in_vain / kept, 2), most) == (0.35, 1008)
+
+
 async def test_a_turn_that_a_text_ended_is_kept_in_one_with_its_last_tokens(codec: HermesCodec) -> None:
     """So another gateway does not go on behind the stop text, and tells the same."""
     one = bench(codec, "think STOP: more", **chunks(4))

@@ -1,0 +1,70 @@
+"""Erases what was read and said in trained episodes once it is older than is to be kept.
+
+Rule: what ``services.files.erasing`` leaves alone, since a job that is not over may have to train it again, is left
+until a later time; so is what cannot be done now. Jobs are taken one by one, so a large one holds up no request. What
+is in the queue is as young as its job's next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from services.api.routes.erasing import safe_until
+from services.files.job_dir import JobDir, JobsDir
+from services.process.telemetry import get_logger
+from services.state.away import Away, RedisFault
+from services.state.jobs import JobNotFound
+from services.state.store import Store
+
+EVERY_S = 3600.0
+DAY_S = 24 * 3600.0
+
+
+class Forgetting:
+    """Of trained episodes of all jobs."""
+
+    def __init__(self, store: Store, jobs_dir: JobsDir, now: Callable[[], float] = time.time) -> None:
+        """``now``: Unix seconds."""
+        self._store = store
+        self._jobs_dir = jobs_dir
+        self._now = now
+        self._done: dict[str, float] = {}
+        """Of jobs: nothing is left of what was written before."""
+
+    async def run(self, keep_days: float | None, every_s: float = EVERY_S) -> None:
+        """``keep_days``: None for ever. It does not return."""
+        if keep_days is None:
+            await asyncio.Event().wait()
+        while keep_days is not None:
+            try:
+                await self.forget(self._now() - keep_days * DAY_S)
+            except (Away, RedisFault, OSError) as error:
+                get_logger().warning("old episodes are erased later", error=str(error))
+            await asyncio.sleep(every_s)
+
+    async def forget(self, before: float) -> int:
+        """How many episodes are erased, of logs written before (Unix seconds)."""
+        jobs, count = await asyncio.to_thread(self._jobs_dir.accepted), 0
+        for name in jobs:
+            count += await self._forget(name, jobs, before)
+        return count
+
+    async def _forget(self, name: str, jobs: Mapping[str, JobDir], before: float) -> int:
+        from services.files.erasing import erase, everybody, has_log  # most installations need none of it
+
+        try:
+            job = await self._store.jobs.get(name)
+        except JobNotFound:  # it is being removed
+            return 0
+        place, since = jobs[name], self._done.get(name, 0.0)
+        if not await asyncio.to_thread(has_log, place, since, before):
+            return 0
+        until = await asyncio.to_thread(safe_until, place, job)
+        found = await asyncio.to_thread(erase, place, name, everybody, jobs, safe_until=until, before=before)
+        if found.erased:
+            get_logger().info("old episodes erased", job=name, episodes=len(found.erased), left=len(found.not_yet))
+        if not found.not_yet:
+            self._done[name] = before
+        return len(found.erased)
