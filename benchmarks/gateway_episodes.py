@@ -80,16 +80,21 @@ class Reception:
             server.close()
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        """Keeps the connection as long as whoever starts agents does."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await self._play(await reader.readuntil(b"\r\n\r\n"), reader, writer)
+        writer.close()
+
+    async def _play(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
         agent = msgspec.json.decode(await reader.readexactly(length), type=Agent)
         episode = Episode((await self.gateway).http, agent.base_url, agent.api_key)
         for _ in range(NUM_TURNS):
             episode.read(READ_TOKENS)
             self.turns_s.append(await episode.turn())
-        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\nconnection: close\r\n\r\n{"reward": 1}')
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n{"reward": 1}')
         await writer.drain()
-        writer.close()
         async with self.ended:
             self.num_ended += 1
             self.ended.notify_all()
