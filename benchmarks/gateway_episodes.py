@@ -52,7 +52,8 @@ in turn with a4380c4, at a load of 21.8: gateway, hosts and Redis computed 4.40,
 6.22, 1.90 and 1.04 (all three 0.68 times as much, 0.65 to 0.73).
 """
 AGAINST = """ "Before" is commit
-{commit}, run in turn with this tree; a ratio is the median of those of the rounds, with the least and the greatest."""
+{commit}, run in turn with this tree ({own}); a ratio is the median of those of the rounds, with the least and the
+greatest."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,9 @@ def main() -> None:
         turn_tokens=TURN_TOKENS,
         read_tokens=READ_TOKENS,
         machine=machine(),
-        against="" if arguments.against is None else AGAINST.format(commit=commit_of(arguments.against)),
+        against=""
+        if arguments.against is None
+        else AGAINST.format(commit=commit_of(arguments.against), own=commit_of(ROOT)),
         table=table(ours, theirs),
     )
     print(text)
