@@ -102,6 +102,8 @@ class Service(ThreadingHTTPServer):
 
 class Start(BaseHTTPRequestHandler):
     server: Service
+    protocol_version = "HTTP/1.1"  # whoever starts episodes keeps the connection
+    wbufsize = -1  # an answer leaves as one
 
     def do_POST(self) -> None:
         start = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -116,6 +118,7 @@ class Start(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+            self.wfile.flush()
 
     def log_message(self, format: str, *args: object) -> None:
         """Nobody reads it."""

@@ -1,8 +1,8 @@
 """Agents that own their loop, behind the interface of an environment: a function, a program, or a service.
 
-Rule: an agent never runs on the event loop, so it may block as it likes; each run has a thread of its own. What goes
-wrong in it is ``EnvironmentFailed`` with the phase ``agent``; one that ends without a reward has none, never 0. The
-turns that it asks for come from elsewhere: here is only how it begins, ends, and is judged.
+Rule: an agent never runs on the event loop, so it may block as it likes; what runs here has a thread of its own. What
+goes wrong in it is ``EnvironmentFailed`` with the phase ``agent``; one that ends without a reward has none, never 0.
+The turns that it asks for come from elsewhere: here is only how it begins, ends, and is judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
 from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove, without_key
-from gspo_core.env.agent_urls import UrlRun
+from gspo_core.env.agent_urls import AgentService, UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import (
     Context,
@@ -107,6 +107,7 @@ class AgentEnvironment:
             raise InvalidEnvironment(f"{start.reward} is a {type(reward).__name__}; agent.reward names a function")
         self._reward: Any = reward
         self.start = start
+        self.service = None if start.url is None else AgentService(start.url)
         self.found, self.config = found, dict(config)
         is_played_by_run = start.is_function and callable(getattr(found, "run", None))
         if is_played_by_run:
@@ -238,7 +239,7 @@ class AgentEpisode:
         self._context = Context(episode_id, 0, {})
         self._caller, self._judging = MemberCaller(environment.name), MemberCaller(environment.name)
         self._llm: Llm | None = None
-        self._run: AgentRun | None = None
+        self._run: AgentRun | UrlRun | None = None
         self._running: asyncio.Task[object] | None = None
         self._scratch: Path | None = None
         self.close_failure: str | None = None
@@ -269,7 +270,9 @@ class AgentEpisode:
             self._run = self._make_run(task, self._llm)
         except AgentFailed as error:
             self._fail(error)
-        self._running = asyncio.create_task(self._caller.call(self._run.run, math.inf))
+        run = self._run
+        playing = run.run() if isinstance(run, UrlRun) else self._caller.call(run.run, math.inf)
+        self._running = asyncio.create_task(playing)
         self._running.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Start((), ())
 
@@ -333,11 +336,11 @@ class AgentEpisode:
         if self._scratch is not None:
             remove(self._scratch)
 
-    def _make_run(self, task: Mapping[str, JSON], llm: Llm) -> AgentRun:
+    def _make_run(self, task: Mapping[str, JSON], llm: Llm) -> AgentRun | UrlRun:
         environment = self._environment
         start = environment.start
-        if start.url is not None:
-            return UrlRun(start.url, task, llm, patience_s=self._limits.reset_timeout_s)
+        if environment.service is not None:
+            return UrlRun(environment.service, task, llm, patience_s=self._limits.reset_timeout_s)
         if start.command is not None and start.acp is not None:
             folders = environment.folder, self._folder()
             return acp_run(start.command, start.acp, task, llm, *folders, limits=self._limits)

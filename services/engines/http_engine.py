@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import httpx
 import msgspec
 
+from gspo_core.http_connection import HttpAnswer
 from gspo_core.invariants import MAX_LOGPROB
 from services.engines.errors import (
     EngineError,
@@ -23,7 +24,6 @@ from services.engines.errors import (
     EngineRejected,
     EngineUnavailable,
 )
-from services.engines.http_connection import HttpAnswer
 from services.engines.keys import KeyPair, refusal
 from services.engines.token_ids import TokenIds
 from services.engines.transport import EngineHttp, EngineTransport

@@ -34,14 +34,14 @@ class TokenIds(Sequence[int]):
             added = array("i", ids)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"token ids must be a flat list of ints: {error}") from error
-        numbers = np.frombuffer(added, dtype=np.int32)
-        if (smallest := np.minimum.reduce(numbers)) < 0:
-            raise ValueError(f"token ids must not be negative, as {smallest} is")
+        digits = msgspec.json.encode(added.tolist())[1:-1]
+        if b"-" in digits:
+            raise ValueError(f"token ids must not be negative, as {min(added)} is")
         if self._digits:
             self._digits += b","
-        self._digits += msgspec.json.encode(added.tolist())[1:-1]
+        self._digits += digits
         self._ids += added
-        self.largest = max(self.largest, int(np.maximum.reduce(numbers)))
+        self.largest = max(self.largest, int(np.maximum.reduce(np.frombuffer(added, dtype=np.int32))))
 
     def to_json(self) -> bytes:
         return b"[" + self._digits + b"]"

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.engines.http_connection import HttpAnswer, HttpConnection, NotHttp
+from gspo_core.http_connection import HttpAnswer, HttpConnection, NotHttp
 
 _Origin = tuple[str, str, int]
 # A server that failed at a request may end the connection right after its answer, without a word about it there.

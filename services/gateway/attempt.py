@@ -115,6 +115,7 @@ class AgentAttempt:
             self._session = PulledAgent(
                 self._session, setting, driver.board, self._episode, self._meter, order.rewards_from
             )
+        self._witness = self._session if isinstance(self._session, Witness) else None
 
     @property
     def recorded(self) -> Tape:
@@ -234,8 +235,8 @@ class AgentAttempt:
         final, by_turn, parts = rewards.final, rewards.by_turn(), dict[str, float]()
         if final is None:
             try:
-                if isinstance(self._session, Witness):
-                    self._session.keep_evidence(self._order.evidence_bytes)
+                if self._witness is not None:
+                    self._witness.keep_evidence(self._order.evidence_bytes)
                 final, parts = await self._session.score()
             except EnvironmentFailed as error:
                 if not by_turn or error.reason != NO_REWARD:
@@ -252,7 +253,7 @@ class AgentAttempt:
     async def _evidence(self) -> Evidence:
         """What the session tells, and the task in any case: another reward may ask for it."""
         most_bytes = self._order.evidence_bytes
-        found = self._session.evidence if isinstance(self._session, Witness) else NOTHING
+        found = NOTHING if self._witness is None else self._witness.evidence
         if not most_bytes:
             return found
         if TASK not in found.told:

@@ -55,6 +55,7 @@ class Bodies:
         self._most = most
         self._most_of_one = most_of_one
         self._held: Counter[bytes] = Counter()
+        self._num_held = 0
         self._parsing = asyncio.Lock()
 
     @contextlib.contextmanager
@@ -71,16 +72,18 @@ class Bodies:
         if self._held[key] + num_bytes > self._most_of_one:
             message = f"requests with this key that are being read have {self._most_of_one} bytes, as many as may"
             raise Refusal(RefusalKind.TOO_MANY, f"{message}; ask again")
-        if self._held.total() + num_bytes > self._most:
+        if self._num_held + num_bytes > self._most:
             raise Refusal(RefusalKind.TOO_MANY, "requests that are being read are too large together; ask again")
 
     def hold(self, key: bytes, num_bytes: int) -> None:
         """Raises ``Refusal``."""
         self.check_room(key, num_bytes)
         self._held[key] += num_bytes
+        self._num_held += num_bytes
 
     def give_back(self, key: bytes, num_bytes: int) -> None:
         self._held[key] -= num_bytes
+        self._num_held -= num_bytes
         if not self._held[key]:
             del self._held[key]
 

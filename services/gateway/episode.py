@@ -133,7 +133,8 @@ class AgentEpisode:
     async def ask(self, ask: Ask) -> Delivery:
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
-        ask = replace(ask, repeat_key=of_key(ask.repeat_key))
+        if ask.repeat_key:
+            ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
         if not is_long(ask):

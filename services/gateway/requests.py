@@ -43,6 +43,8 @@ def key_of(headers: Mapping[str, str], prefix: str = KEY_PREFIX) -> str:
     ``Refusal``."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+    if sent and sent[0].startswith(prefix):
+        return sent[0]
     sent = [key for key in (*sent, *(headers.get(name, "").strip() for name in KEY_HEADERS)) if key]
     if not sent:
         message = "no key: send that of the episode as Authorization: Bearer KEY, as x-api-key or as x-goog-api-key"

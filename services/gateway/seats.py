@@ -24,6 +24,7 @@ class Seats:
         self._most = most
         self._most_of_one = most_of_one
         self._open: Counter[bytes] = Counter()
+        self._num_open = 0
 
     @contextlib.contextmanager
     def taken(self, key: str) -> Iterator[None]:
@@ -32,12 +33,14 @@ class Seats:
         if self._open[name] >= self._most_of_one:
             message = f"{self._most_of_one} requests with this key wait for their answers, as many as may; wait for one"
             raise Refusal(RefusalKind.TOO_MANY, message)
-        if self._open.total() >= self._most:
+        if self._num_open >= self._most:
             raise Refusal(RefusalKind.AWAY, "too many requests are open at this gateway; ask again")
         self._open[name] += 1
+        self._num_open += 1
         try:
             yield
         finally:
+            self._num_open -= 1
             self._open[name] -= 1
             if not self._open[name]:
                 del self._open[name]

@@ -18,6 +18,7 @@ from gspo_core.types import Split, StopReason
 
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
+_write = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 class BadFrame(Exception):
@@ -31,7 +32,7 @@ class FrameTooLong(ValueError):
 def encode(frame: Mapping[str, object]) -> bytes:
     """Raises ``TypeError`` or ``ValueError`` if something in it is not JSON, ``FrameTooLong`` if it is too long."""
     # Tokenizers and decoders refuse a lone surrogate, so it becomes a question mark here.
-    body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    body = _write(frame).encode("utf-8", "replace")
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLong(f"{len(body)} bytes; a frame may have at most {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body

@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 
 import redis.asyncio
 from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
 
 from services.state.away import translate
@@ -63,6 +65,21 @@ class RedisPipeline(Pipeline):
         exception.add_note(f"command {number} of a pipeline: {command[0]}")
 
 
+class _Packing:
+    """Commands are written by hiredis, which the library uses for its blocking client alone: an append of many segments
+    has hundreds of words."""
+
+    _serializer = HiredisRespSerializer()
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        packed: list[bytes] = self._serializer.pack(*args)
+        return packed
+
+
+def _packing(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    return type(kind.__name__, (_Packing, kind), {})
+
+
 def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> RedisClient:
     """An asyncio client; replies are bytes. Close it with ``await client.aclose()``.
 
@@ -82,6 +99,7 @@ def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=1.0), 16),
         retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
     )
+    pool.connection_class = _packing(pool.connection_class)
     client = RedisClient(connection_pool=pool)
     client.auto_close_connection_pool = True
     return client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +20,21 @@ class Service:
     url: str = ""
     heard: list[tuple[str | None, dict[str, Any]]] = field(default_factory=list)
     asked: threading.Event = field(default_factory=threading.Event)
+    connections: list[socket.socket] = field(default_factory=list)
 
 
 @contextmanager
-def serving(*answers: tuple[int, bytes]) -> Iterator[Service]:
+def serving(*answers: tuple[int, bytes], version: str = "HTTP/1.0") -> Iterator[Service]:
+    """``version``: with HTTP/1.1 connections are kept."""
     service = Service(answers)
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = version
+
+        def setup(self) -> None:
+            service.connections.append(self.request)
+            super().setup()
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = service.answers[min(len(service.heard), len(service.answers) - 1)]
@@ -33,6 +42,7 @@ def serving(*answers: tuple[int, bytes]) -> Iterator[Service]:
             service.asked.set()
             if not status:  # as if it had died in the middle
                 self.connection.close()
+                self.close_connection = True
                 return
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))

@@ -23,7 +23,7 @@ from gspo_core.env import (
     load_environment,
 )
 from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, PART_CHARS, without_key
-from gspo_core.env.agent_urls import UrlRun
+from gspo_core.env.agent_urls import AgentService, UrlRun
 from gspo_core.testing import validate
 from gspo_core.types import Split
 from tests.core.agent_kit import serving
@@ -430,6 +430,24 @@ async def test_a_start_that_was_not_answered_is_repeated_with_the_same_key(agent
     assert [key for key, _ in service.heard] == ["job-1/0/0/0"] * 3
 
 
+async def test_a_connection_to_a_service_is_kept_for_the_next_start(agents: str) -> None:
+    with serving((200, b'{"reward": 0.25}'), version="HTTP/1.1") as service:
+        environment = load(f"{agents}:Unjudged", AgentStart(url=service.url))
+        assert [await play(environment) for _ in range(3)] == [(0.25, {})] * 3
+        environment.service.close()
+        assert (len(service.connections), len(service.heard)) == (1, 3)
+
+
+async def test_a_start_that_a_kept_connection_loses_is_sent_on_a_new_one_at_once(agents: str) -> None:
+    """The service is there, so nothing is waited for: it may have been restarted meanwhile."""
+    with serving((200, b"{}"), (0, b""), (200, b"{}"), version="HTTP/1.1") as service:
+        starts = AgentService(service.url)
+        answers = [await starts.post(b"{}", key) for key in "ab"]
+        starts.close()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert ([key for key, _ in service.heard], len(service.connections)) == (["a", "b", "b"], 2)
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -461,11 +479,12 @@ async def test_a_service_that_accepted_plays_on_until_its_session_closes(agents:
         assert (session.close_failure, session.is_stuck) == (None, False)
 
 
-def test_a_service_that_stays_away_is_given_up_after_a_while() -> None:
+async def test_a_service_that_stays_away_is_given_up_after_a_while() -> None:
     now = iter(range(0, 1000, 2))
-    run = UrlRun("http://127.0.0.1:1/", {}, LLM, patience_s=5, clock=lambda: float(next(now)))
+    away = AgentService("http://127.0.0.1:1/")
+    run = UrlRun(away, {}, LLM, patience_s=5, clock=lambda: float(next(now)))
     with pytest.raises(Exception, match=r"could not be reached for 5s: ConnectionRefusedError"):
-        run.run()
+        await run.run()
 
 
 def test_a_key_is_not_shown() -> None:

@@ -1,23 +1,26 @@
 """One plain HTTP/1.1 connection, without asyncio's streams, which cost more than the exchange itself.
 
 Rule: one exchange at a time; an exchange that does not end cleanly, or unexpected bytes, close it. It knows no URLs,
-retries nothing and sets no time limits.
+retries nothing and sets no time limits. It needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import sys
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
 MAX_HEAD_BYTES = 2**16
+VERSION, OLD_VERSION = b"HTTP/1.1", b"HTTP/1.0"
+"""The old one keeps no connection."""
 
 _Steps = Generator[None, None, "HttpAnswer"]
 """A parser that pauses wherever it needs more bytes."""
 
 
 class NotHttp(ValueError):
-    """The answer is not HTTP/1.1."""
+    """The answer is not HTTP/1.1, or what else may be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class HttpAnswer:
 class HttpConnection(asyncio.Protocol):
     """Made by ``create_connection``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, versions: Collection[bytes] = (VERSION,)) -> None:
+        """``versions``: of HTTP, in which it may be answered."""
+        self._versions = versions
         self._buffer = bytearray()
         self._answer: asyncio.Future[HttpAnswer] | None = None
         self._reading: _Steps | None = None
@@ -41,10 +46,11 @@ class HttpConnection(asyncio.Protocol):
     def is_usable(self) -> bool:
         return self._answer is None and not self._is_lost and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, *, has_content: bool = True) -> HttpAnswer:
-        """Raises ``NotHttp``, or ``OSError`` when the connection ends first. ``has_content`` is False for HEAD."""
+    async def exchange(self, request: bytes, *, has_content: bool = True, most_bytes: int = sys.maxsize) -> HttpAnswer:
+        """Raises ``NotHttp``, or ``OSError`` when the connection ends first. ``has_content`` is False for HEAD. Of a
+        content that has more than ``most_bytes``, so many are given, and the connection is closed."""
         answer = self._answer = asyncio.get_running_loop().create_future()
-        self._reading = self._read(has_content)
+        self._reading = self._read(has_content, most_bytes)
         self._transport.write(request)
         try:
             found: HttpAnswer = await answer
@@ -91,28 +97,31 @@ class HttpConnection(asyncio.Protocol):
         except (ValueError, LookupError) as error:
             self._answer.set_exception(NotHttp(str(error)))
 
-    def _read(self, has_content: bool) -> _Steps:
-        head = yield from self._until(b"\r\n\r\n")
-        status_line, *lines = head.split(b"\r\n")
-        version, status, *_ = status_line.split(b" ", 2)
-        if version != b"HTTP/1.1":
-            raise ValueError(f"{version!r}")
+    def _read(self, has_content: bool, most_bytes: int) -> _Steps:
+        is_interim = True
+        while is_interim:
+            head = yield from self._until(b"\r\n\r\n")
+            status_line, *lines = head.split(b"\r\n")
+            version, status, *_ = status_line.split(b" ", 2)
+            if version not in self._versions:
+                raise ValueError(f"{version!r}")
+            is_interim = status.startswith(b"1")
         headers = []
         for line in lines:
             name, _, value = line.partition(b":")
             headers.append((name.lower(), value.strip()))
         fields = dict(headers)
-        keeps = fields.get(b"connection", b"").lower() != b"close"
+        keeps = version != OLD_VERSION and fields.get(b"connection", b"").lower() != b"close"
         if not has_content or status in (b"204", b"304"):
             content = b""
         elif fields.get(b"transfer-encoding", b"").lower() == b"chunked":
-            content = yield from self._chunks()
+            content = yield from self._chunks(most_bytes)
             headers = [header for header in headers if header[0] != b"transfer-encoding"]
         elif b"content-length" in fields:
-            content = yield from self._exactly(int(fields[b"content-length"]))
+            content = yield from self._exactly(min(int(fields[b"content-length"]), most_bytes))
         else:
-            content, keeps = (yield from self._rest()), False
-        return HttpAnswer(int(status), content, tuple(headers), keeps)
+            content, keeps = (yield from self._rest(most_bytes)), False
+        return HttpAnswer(int(status), content, tuple(headers), keeps and len(content) < most_bytes)
 
     def _until(self, mark: bytes) -> Generator[None, None, bytes]:
         """The bytes before ``mark``; consumes the mark too."""
@@ -133,15 +142,18 @@ class HttpConnection(asyncio.Protocol):
         del self._buffer[:length]
         return found
 
-    def _rest(self) -> Generator[None, None, bytes]:
-        while not self._is_lost:
+    def _rest(self, most_bytes: int) -> Generator[None, None, bytes]:
+        while not self._is_lost and len(self._buffer) < most_bytes:
             yield
-        return (yield from self._exactly(len(self._buffer)))
+        return (yield from self._exactly(min(len(self._buffer), most_bytes)))
 
-    def _chunks(self) -> Generator[None, None, bytes]:
-        chunks = []
+    def _chunks(self, most_bytes: int) -> Generator[None, None, bytes]:
+        chunks, num_left = [], most_bytes
         while size := int((yield from self._until(b"\r\n")).split(b";")[0], 16):
-            chunks.append((yield from self._exactly(size)))
+            chunks.append((yield from self._exactly(min(size, num_left))))
+            num_left -= len(chunks[-1])
+            if not num_left:
+                return b"".join(chunks)
             yield from self._exactly(2)
         while (yield from self._until(b"\r\n")):
             pass  # trailers
