@@ -44,6 +44,7 @@ PACKAGES: Mapping[str, Package] = {
         Package("google-genai", "play_google_genai.py"),
         Package("openai-agents", "play_openai_agents.py", (*IN_RUNS, "handoff"), wild=False, with_=("openai",)),
         Package("langgraph", "play_langgraph.py", IN_RUNS, huge=False, with_=("langchain-openai",)),
+        Package("pydantic-ai-slim", "play_pydantic_ai.py", IN_RUNS, with_=("openai",)),
         Package(
             "smolagents",
             "play_smolagents.py",
