@@ -19,7 +19,7 @@ from starlette.routing import Route
 from gspo_core.types import Asked, EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
 from tests.play.real.agent import NAMES
-from tests.play.real.judged import Verdict, not_sampled, not_trained_once, stored
+from tests.play.real.judged import Verdict, caused, not_sampled, not_trained_once, stored
 from tests.play.real.page import GENERATION, Row, counted, page, row_of, shortened
 from tests.play.real.passage import Passage, Samples
 from tests.play.real.speech import CALLER, PACKAGE, TITLES, TOOLS, Speech, tongue_of
@@ -104,6 +104,25 @@ def test_a_turn_is_trained_in_one_branch() -> None:
     rejected = [*record[:2], segment(2, [], [], outcome=Outcome(StopReason.COMPLETED, 1.0), untrained_turns=(0,))]
     (found,) = not_trained_once(Trajectory(tuple(rejected)), stored(rejected))
     assert "go on from" in found
+
+
+@pytest.mark.parametrize(("again", "number"), [(30, 0), (40, 1)])
+def test_of_two_equal_samples_each_is_gone_on_from_once_without_a_branch(again: int, number: int) -> None:
+    """Turns 0 and 1 are samples of one request; 2 goes on from the one, and 3 with other words from the other."""
+
+    def turn(index: int, said: list[int], acts: list[int], number: int, parent: int | None, **fields: Any) -> Segment:
+        what = Asked(parent, "", "chat", "policy", 3, 2)
+        return segment(index, said, acts, turn=number, branch=number % 2, asked=what, **fields)
+
+    record = [
+        turn(0, [1, 2, 30, 31], [0, 0, 1, 1], 0, None),
+        turn(1, [1, 2, again, 31], [0, 0, 1, 1], 1, None),
+        turn(2, [5, 32], [0, 1], 2, 0),
+        turn(3, [6, 32], [0, 1], 3, 1),
+    ]
+    asked = {one.turn: one.asked for one in record if one.asked is not None}
+    found = caused({"resampled": 1, "edited_history": 1}, stored(record), asked)
+    assert found == Counter(resampled=1, edited_history=number)
 
 
 def test_harnesses_come_in_turn() -> None:
