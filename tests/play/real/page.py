@@ -25,6 +25,15 @@ WANTED = 200
 MOST_CHARS = 300
 """Of a fault, on the page."""
 GENERATION = 1
+TWINS = (
+    "the player counted a history that it edited behind one of two equal samples, and the gateway went on from the "
+    "other one without a branch"
+)
+EMPTY = "the player took its own compaction to an answer without a word for a helper"
+EXPLAINED = {
+    3643104806: f"The false branches are none: what was expected was wrong. Two: {TWINS}. One: {EMPTY}.",
+}
+"""Of a seed: what was found to be the cause of its faults."""
 Row = dict[str, Any]
 
 
@@ -187,6 +196,7 @@ def _part(run: Mapping[str, Any]) -> str:
         f"recorded log-prob under their recorded weights (largest difference {checked['largest']:.1e}).{control}\n",
         *_table(COLUMNS, _in_order(run["rows"])),
         *_faults(run["rows"]),
+        *(["", EXPLAINED[run["seed"]]] if run["seed"] in EXPLAINED else []),
     ]
     return "\n".join([*lines, ""])
 
