@@ -32,6 +32,8 @@ TWINS = (
 EMPTY = "the player took its own compaction to an answer without a word for a helper"
 EXPLAINED = {
     3643104806: f"The false branches are none: what was expected was wrong. Two: {TWINS}. One: {EMPTY}.",
+    1515030957: "As many branches as the player counted, one of them for another reason. Why is not known: what the "
+    "run left was not kept.",
 }
 """Of a seed: what was found to be the cause of its faults."""
 Row = dict[str, Any]
