@@ -137,10 +137,11 @@ NEEDS_google-genai := google-genai==3.6.1
 NEEDS_openai-agents := openai-agents==0.24.0 openai==3.54.0
 NEEDS_langgraph := langgraph==1.2.22 langchain-openai==1.7.3
 NEEDS_agent-client-protocol := agent-client-protocol==0.12.1
+NEEDS_pydantic-ai-slim := 'pydantic-ai-slim[openai]==2.68.0' openai==3.57.0
 NEEDS_smolagents := smolagents==1.26.0 openai==3.54.0
 NEEDS_verifiers := verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0
 
-$(AGENTS)/ready: $(patsubst %,$(AGENTS)/%/ready,openai anthropic google-genai openai-agents langgraph smolagents verifiers agent-client-protocol)
+$(AGENTS)/ready: $(patsubst %,$(AGENTS)/%/ready,openai anthropic google-genai openai-agents langgraph pydantic-ai-slim smolagents verifiers agent-client-protocol)
 	@touch $@
 
 $(AGENTS)/%/ready: Makefile
@@ -150,7 +151,7 @@ $(AGENTS)/%/ready: Makefile
 
 PLAY_FLAGS ?=
 
-test-agents: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## agents written with openai, anthropic, google-genai, openai-agents, LangGraph, smolagents, verifiers, agent-client-protocol, unmodified
+test-agents: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## agents written with openai, anthropic, google-genai, openai-agents, LangGraph, pydantic-ai, smolagents, verifiers, agent-client-protocol, unmodified
 	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py tests/services/gateway/test_gateway_genai.py tests/services/gateway/test_gateway_schemas.py tests/services/hosts/test_host_acp.py tests/play/test_play_packages.py
 
 play: $(STAMP) $(AGENTS)/ready $(QWEN)/tokenizer.json  ## the same packages play 200 random episodes each; SEED=N plays them again, what was played is kept

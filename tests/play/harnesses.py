@@ -119,6 +119,11 @@ def _anthropic(llm: Llm) -> Mapping[str, str]:
     }
 
 
+def _qwen(llm: Llm) -> Mapping[str, str]:
+    # Else it starts itself a second time, for more memory.
+    return {**_openai(llm), "QWEN_CODE_NO_RELAUNCH": "true"}
+
+
 def _openai(llm: Llm) -> Mapping[str, str]:
     return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": "policy"}
 
@@ -128,6 +133,7 @@ def _gemini(llm: Llm) -> Mapping[str, str]:
         "GOOGLE_GEMINI_BASE_URL": llm.gemini_base_url,
         "GEMINI_API_KEY": llm.api_key,
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
+        "GEMINI_CLI_NO_RELAUNCH": "true",
     }
 
 
@@ -150,14 +156,14 @@ _PLAIN = (
         "Qwen Code",
         "@qwen-code/qwen-code@0.24.4",
         qwen,
-        _openai,
+        _qwen,
         lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), is_background=False)],
     ),
     Harness(
         "OpenCode",
         "opencode-ai@1.18.33",
         opencode,
-        lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
+        lambda llm: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         lambda rng: [_call("bash", command=rng.choice(SHELL), description="look")],
     ),
     Harness(

@@ -41,8 +41,10 @@ PACKAGES: Mapping[str, Package] = {
     for one in (
         Package("openai", "play_openai.py"),
         Package("anthropic", "play_anthropic.py"),
+        Package("google-genai", "play_google_genai.py"),
         Package("openai-agents", "play_openai_agents.py", (*IN_RUNS, "handoff"), wild=False, with_=("openai",)),
         Package("langgraph", "play_langgraph.py", IN_RUNS, huge=False, with_=("langchain-openai",)),
+        Package("pydantic-ai-slim", "play_pydantic_ai.py", IN_RUNS, with_=("openai",)),
         Package(
             "smolagents",
             "play_smolagents.py",

@@ -18,8 +18,9 @@ from starlette.routing import Route
 
 from gspo_core.types import Asked, EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
-from tests.play.real.judged import Verdict, not_sampled, not_trained_once, stored
-from tests.play.real.page import row_of, shortened
+from tests.play.real.agent import NAMES
+from tests.play.real.judged import Verdict, caused, not_sampled, not_trained_once, stored
+from tests.play.real.page import GENERATION, Row, counted, page, row_of, shortened
 from tests.play.real.passage import Passage, Samples
 from tests.play.real.speech import CALLER, PACKAGE, TITLES, TOOLS, Speech, tongue_of
 from tests.play.real.world import rota
@@ -105,6 +106,25 @@ def test_a_turn_is_trained_in_one_branch() -> None:
     assert "go on from" in found
 
 
+@pytest.mark.parametrize(("again", "number"), [(30, 0), (40, 1)])
+def test_of_two_equal_samples_each_is_gone_on_from_once_without_a_branch(again: int, number: int) -> None:
+    """Turns 0 and 1 are samples of one request; 2 goes on from the one, and 3 with other words from the other."""
+
+    def turn(index: int, said: list[int], acts: list[int], number: int, parent: int | None, **fields: Any) -> Segment:
+        what = Asked(parent, "", "chat", "policy", 3, 2)
+        return segment(index, said, acts, turn=number, branch=number % 2, asked=what, **fields)
+
+    record = [
+        turn(0, [1, 2, 30, 31], [0, 0, 1, 1], 0, None),
+        turn(1, [1, 2, again, 31], [0, 0, 1, 1], 1, None),
+        turn(2, [5, 32], [0, 1], 2, 0),
+        turn(3, [6, 32], [0, 1], 3, 1),
+    ]
+    asked = {one.turn: one.asked for one in record if one.asked is not None}
+    found = caused({"resampled": 1, "edited_history": 1}, stored(record), asked)
+    assert found == Counter(resampled=1, edited_history=number)
+
+
 def test_harnesses_come_in_turn() -> None:
     tasks = rota({"a": 2, "b": 4})
     assert [one["harness"] for one in tasks[:3]] == ["b", "a", "b"]
@@ -165,3 +185,33 @@ def test_a_row_adds_up_its_episodes() -> None:
     assert (row["shortest"], row["longest"], row["seconds"]) == (7000, 8600, 2.5)
     assert (row["faults"], row["ended_otherwise"]) == (["wrong"], {"status 1: its last line": 1})
     assert shortened("it has not ended in 600 s") == "it has not ended in 600 s"
+
+
+def a_run(seed: int, rows: list[Row], **changes: Any) -> dict[str, Any]:
+    computed = {"equal": 5, "tokens": 5, "versions": 1, "largest": 1e-6, "other_tokens": 0, "other_equal": 0}
+    told = {"date": "2026-11-27", "cores": 2, "load": [1.0, 2.0], "steps": 3, "seconds": 60, "status": "succeeded"}
+    common = {"seed": seed, "commit": "0123abcdef", "generation": GENERATION, "computed": computed, **told}
+    return {**common, **changes, "rows": rows}
+
+
+def test_episodes_of_several_runs_add_up_where_they_were_played_and_judged_alike() -> None:
+    one = Verdict("openai", 3, 90, 80, 1, 2, Counter(sub_agent=1), Counter(), 200, 300, faults=["a | fault"])
+    row = row_of("openai", "openai 3", [one], [], [2.0])
+    newer = row_of("openai", "openai 4", [one, one], [], [2.0])
+    runs = [a_run(1, [row]), a_run(2, [row, newer]), a_run(3, [row], commit="0-dirty"), a_run(4, [row], generation=0)]
+    found = [(one["version"], one["episodes"], one["branches"], one["faults"]) for one in counted(runs)]
+    assert found == [
+        ("openai 3", 2, {"sub_agent": 2}, ["a | fault"] * 2),
+        ("openai 4", 2, {"sub_agent": 2}, ["a | fault"] * 2),
+    ]
+    text = page(runs)
+    assert "| openai 3 | 2 | 6 | 180 | sub_agent 2 | none | 0 | 2 | 2 |" in text
+    assert [line for line in text.splitlines() if line.startswith("## Seed")] == [
+        *("## Seed 1 \\*", "## Seed 2 \\*", "## Seed 3", "## Seed 4")
+    ]
+    assert "- openai: `a | fault`" in text
+
+
+def test_a_harness_plays_in_one_way() -> None:
+    assert len(NAMES) == 13
+    assert not [name for name in NAMES if "ACP" in name]

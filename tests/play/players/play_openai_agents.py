@@ -158,7 +158,7 @@ class Play:
         answer = self.last.raw_responses[-1].to_input_items()
         self.items = [{"role": "user", "content": words(self.rng, "In short: ")}, *answer, self._user()]
         # Where nothing is left of the conversation, nobody can tell a summary of it from another question.
-        self.report.branches["compacted" if any(map(_has_words, answer)) else "sub_agent"] += 1
+        self.report.branches["compacted" if any(map(_is_message, answer)) else "sub_agent"] += 1
         await self.run()
 
     async def do_handoff(self) -> None:
@@ -171,8 +171,9 @@ class Play:
         await self.run()
 
 
-def _has_words(item: Any) -> bool:
-    return item["type"] == "message" and any(part.get("text", "").strip() for part in item["content"])
+def _is_message(item: Any) -> bool:
+    """Responses have one for an answer without a word too; it is sent back and says whose it is."""
+    return bool(item["type"] == "message")
 
 
 async def play_one(call: Call) -> Report:

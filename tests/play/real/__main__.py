@@ -24,8 +24,8 @@ from tests.play.packages import PACKAGES
 from tests.play.real import teaching
 from tests.play.real.agent import NAMES
 from tests.play.real.judged import Verdict, computed_again, judged, trajectories
-from tests.play.real.page import KEPT, PAGE, ROOT, kept, row_of, told
-from tests.play.real.run import GROUP_SIZE, Played, Run, run
+from tests.play.real.page import GENERATION, KEPT, PAGE, ROOT, kept, row_of, told
+from tests.play.real.run import GROUP_SIZE, Plan, Played, Run, run
 from tests.play.report import version_of
 
 MODEL = ROOT / ".make" / "play-real"
@@ -49,7 +49,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = given.keep or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        found = run(model, each, given.seed, folder, given.at_once, given.minutes * 60)
+        plan = Plan(each, given.seed, given.at_once, given.groups_per_step, given.minutes * 60)
+        found = run(model, plan, folder)
         if given.keep:
             (folder / "requests.jsonl").write_text("".join(map(_noted, found.played)))
         common = {"commit": commit, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
@@ -84,7 +85,9 @@ def _tell(given: argparse.Namespace, found: Run, each: Mapping[str, int], common
         "samples": found.samples.num,
         "computed": told(computed),
         "strangers": strangers,
-        "why_fewer": given.why,
+        "at_once": given.at_once,
+        "groups_per_step": given.groups_per_step,
+        "generation": GENERATION,
     }
     _print(shared, rows)
     if given.record:
@@ -94,7 +97,7 @@ def _tell(given: argparse.Namespace, found: Run, each: Mapping[str, int], common
 
 
 def _print(shared: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    print({name: value for name, value in shared.items() if name != "why_fewer"}, flush=True)
+    print(dict(shared), flush=True)
     for row in rows:
         print({name: value for name, value in row.items() if name not in ("faults", "false_branches")}, flush=True)
         for fault in (*row["faults"], *row["false_branches"]):
@@ -130,13 +133,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="drawn if left out")
     parser.add_argument("--episodes", type=int, default=200, help="of each harness (default: %(default)s)")
     parser.add_argument("--packages-times", type=int, default=1, help="packages play so many times as many")
-    parser.add_argument("--at-once", type=int, default=3, help="episodes side by side (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=6, help="episodes side by side (default: %(default)s)")
+    parser.add_argument("--groups-per-step", type=int, default=8, help=f"of {GROUP_SIZE} episodes each (%(default)s)")
     parser.add_argument("--minutes", type=float, default=600.0, help="after that the job is cancelled, and judged")
     parser.add_argument("--model", type=Path, help="a model that was made before")
     parser.add_argument("--only-model", action="store_true", help="make it, and play nothing")
     parser.add_argument("--keep", type=Path, help="a folder where all that the run leaves is kept")
     parser.add_argument("--record", action="store_true", help="what is found is kept in benchmarks/results")
-    parser.add_argument("--why", default="", help="why there are fewer episodes than wanted, for the page")
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="left out: all")
     return parser.parse_args()
 

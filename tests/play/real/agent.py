@@ -28,7 +28,7 @@ UNCUED = frozenset({"retry", "edited", "best_of", "compacted", "other_tools", "s
 RUN_S = 600.0
 LAST_CHARS = 300
 MOST_RUNS = 2
-NAMES = (*HARNESSES, *PACKAGES)
+NAMES = (*(name for name, one in HARNESSES.items() if one.acp is None), *PACKAGES)
 
 
 class Coder:

@@ -108,9 +108,21 @@ def judged(trajectory: Trajectory, name: str, part: Part, samples: Samples) -> V
         found.false_branches += false_branches(asked, part)
     elif "branches" not in (part.report or {}):
         found.has_report = False
-    elif reasons != (meant := Counter[str]((part.report or {})["branches"])):
+    elif reasons != (meant := caused((part.report or {})["branches"], branches, asked)):
         found.false_branches.append(f"branches {dict(reasons)}, and the player caused {dict(meant)}")
     return found
+
+
+def caused(told: Mapping[str, int], branches: Mapping[int, Stored], asked: Mapping[int, Asked]) -> Counter[str]:
+    """The branches of which a player tells. Where two samples of an equal request are equal too, as those of a small
+    model are now and then, an edited history goes on from the other one, and makes none."""
+    gone_on_from = {one.parent for one in asked.values()}
+    alike: Counter[tuple[bytes, bytes]] = Counter()
+    for one in branches.values():
+        for begin, end in one.said():
+            if int(one.turns[begin]) in gone_on_from:
+                alike[one.ids[:begin].tobytes(), one.ids[begin : end - 1].tobytes()] += 1
+    return Counter(told) - Counter(edited_history=sum(number - 1 for number in alike.values()))
 
 
 def false_branches(asked: Mapping[int, Asked], part: Part) -> Iterator[str]:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -47,7 +48,6 @@ from tests.play.run import qwen_codec
 from tests.play.stage import Mishaps, Part
 
 GROUP_SIZE = 2
-GROUPS_PER_STEP = 3
 START_S = 120.0
 LOOK_S = 0.5
 # An episode in which the policy asked for so many turns is paid most.
@@ -207,14 +207,27 @@ def _server(app: ASGIApp, port: int) -> uvicorn.Server:
     )
 
 
-def job_of(model: Path, each: Mapping[str, int], seed: int, agent_url: str) -> JobSpec:
-    steps = math.ceil(sum(each.values()) / GROUPS_PER_STEP)
+@dataclass(frozen=True)
+class Plan:
+    """What is played, and how."""
+
+    each: Mapping[str, int]
+    """Tasks of each harness, of ``GROUP_SIZE`` episodes."""
+    seed: int
+    at_once: int
+    groups_per_step: int
+    """Few: weights change often, behind which an engine reads every prompt anew."""
+    most_s: float
+
+
+def job_of(model: Path, plan: Plan, agent_url: str) -> JobSpec:
+    steps = math.ceil(sum(plan.each.values()) / plan.groups_per_step)
     return JobSpec.model_validate(
         {
             "name": "harnesses",
             "model": str(model),
             "environments": [
-                {"ref": "tests.play.real.world:Rota", "config": {"each": dict(each)}, "agent": {"url": agent_url}}
+                {"ref": "tests.play.real.world:Rota", "config": {"each": dict(plan.each)}, "agent": {"url": agent_url}}
             ],
             "objective": {"name": "gspo", "clip": [5.0e-2, 8.0e-2]},
             "rollout": {"group_size": GROUP_SIZE, "max_staleness": 2},
@@ -230,10 +243,10 @@ def job_of(model: Path, each: Mapping[str, int], seed: int, agent_url: str) -> J
             },
             "optimizer": {"lr": 1.0e-4},
             "steps": steps,
-            "groups_per_step": GROUPS_PER_STEP,
+            "groups_per_step": plan.groups_per_step,
             "checkpoint_every": 10_000,
             "checkpoints": {"keep_versions": 10_000, "keep_batches": 100_000},
-            "seed": seed,
+            "seed": plan.seed,
         }
     )
 
@@ -253,13 +266,13 @@ class Run:
         return len(BatchLog(self.job).steps())
 
 
-def run(model: Path, each: Mapping[str, int], seed: int, folder: Path, at_once: int, most_s: float) -> Run:
+def run(model: Path, plan: Plan, folder: Path) -> Run:
     """Until the job is over, or so many seconds have gone by; then it is cancelled."""
     data, engine_port = folder / "data", free_port()
     logs = folder / "logs"
     logs.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
-        side = stack.enter_context(Side(list(each), folder / "homes", seed, at_once, engine_port))
+        side = stack.enter_context(Side(list(plan.each), folder / "homes", plan.seed, plan.at_once, engine_port))
         os.environ["GSPO_GATEWAY_URL"] = side.url("gateway")
         os.environ["GSPO_OUTBOUND_NETWORKS"] = "127.0.0.0/8"
         engine = _engine(model, engine_port, logs)
@@ -269,10 +282,12 @@ def run(model: Path, each: Mapping[str, int], seed: int, folder: Path, at_once: 
         side.gateway_url = up.gateway_url
         began = time.monotonic()
         with Client(up.api_url) as client:
-            job = client.create_job(job_of(model, each, seed, side.url("agent") + "/"))["id"]
-            status = _until_over(client, job, up, began + most_s)
+            job = client.create_job(job_of(model, plan, side.url("agent") + "/"))["id"]
+            status = _until_over(client, job, up, began + plan.most_s)
         seconds = time.monotonic() - began
         cpu = {name: _cpu_s(pid) for name, pid in {**up.pids(), "engine": engine.process.pid}.items()}
+        # Those that have ended are coding agents and what they started.
+        cpu |= {"coding agents": _used(resource.RUSAGE_CHILDREN), "this process": _used(resource.RUSAGE_SELF)}
     assert side.agent is not None
     return Run(DataDir(data).jobs.job(job), str(status), seconds, side.samples, [*side.agent.played.values()], cpu)
 
@@ -300,6 +315,11 @@ def _until_over(client: Client, job: str, up: Stack, deadline: float) -> JobStat
             is_cancelled = True
         time.sleep(LOOK_S)
     return status
+
+
+def _used(whose: int) -> float:
+    used = resource.getrusage(whose)
+    return used.ru_utime + used.ru_stime
 
 
 def _cpu_s(pid: int) -> float:

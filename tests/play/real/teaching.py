@@ -21,6 +21,7 @@ import numpy as np
 
 import services.episodes.outbox
 from gspo_core.chat import HermesCodec
+from gspo_core.starter.untrained import shape_of
 from services.state.client import connect
 from services.state.server import RedisServer
 from tests.core.qwen_vocabulary import qwen_vocabulary
@@ -95,31 +96,16 @@ async def _heard(name: str, seed: int, folder: Path, each: int, at_once: int) ->
 def make(directory: Path, prompts: Prompts, seed: int, say: Callable[[str], None] = print) -> None:
     """A model, with the vocabulary."""
     import torch
+    from transformers import Qwen3ForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     codec = qwen_codec()
-    model = _untrained(codec)
+    model = Qwen3ForCausalLM(shape_of(codec, CONTEXT_TOKENS, ARCHITECTURE))
     Teacher(model, codec, prompts, random.Random(seed), say).teach()
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     shutil.copyfile(qwen_vocabulary() / "tokenizer.json", directory / "tokenizer.json")
-
-
-def _untrained(codec: HermesCodec) -> Qwen3ForCausalLM:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=codec.tokenizer.vocab_size,
-        bos_token_id=None,
-        eos_token_id=codec.stop_ids[0],
-        pad_token_id=codec.stop_ids[1],
-        dtype="float32",
-        max_position_embeddings=CONTEXT_TOKENS,
-        **ARCHITECTURE,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 class Teacher:
