@@ -18,11 +18,12 @@ from gspo_core.api_answers import ErasedEpisodes
 from gspo_core.cli.traffic import tell
 from gspo_core.codec import decode, encode
 from gspo_core.log import layout
-from gspo_core.log.batches import decode_batch
+from gspo_core.log.batches import LoggedBatch, decode_batch
 from gspo_core.log.records import AcceptedJob, encode_record
 from gspo_core.staleness import Position
 from gspo_core.types import Asked, EpisodeKey, Group, Split, Trajectory
 from services.api.forgetting import Forgetting
+from services.files import erasing
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir, JobsDir
 from services.files.trained_log import TrainedLog
@@ -344,6 +345,86 @@ async def test_what_a_job_may_train_again_is_forgotten_with_its_next_checkpoint(
     (tmp_path / job.id / layout.CHECKPOINTS / layout.step_name(Position(job.claim.epoch, 4))).mkdir(parents=True)
     assert await forgetting.forget(NOW) == 4 * 8
     assert await steps_left(http, job) == {5, 6}
+
+
+def bring_third(tmp_path: Path, job: RecordedJob, kind: str, days: float) -> Path:
+    """Another job whose directory holds the third log, so old."""
+    spec = json.dumps({"model": "m", "environments": [{"ref": "a:B"}], "parent": {"job": job.id, "step": 2}})
+    accepted = AcceptedJob(spec, hashlib.sha256(spec.encode()).hexdigest(), "2026-01-01T00:00:00.000Z")
+    at = Position(job.claim.epoch, 3)
+    path = tmp_path / "job_child" / kind / layout.step_name(at)
+    path.parent.mkdir(parents=True)
+    (tmp_path / "job_child" / layout.ACCEPTED).write_bytes(encode_record(accepted))
+    path.write_bytes(JobDir(tmp_path / job.id).batch(at).read_bytes())
+    os.utime(path, (NOW - days * 86_400,) * 2)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", [f"{layout.RECORDED}/{layout.BATCHES}", f"{layout.ORIGIN}/{layout.BATCHES}", layout.BATCHES]
+)
+async def test_what_another_job_was_brought_is_forgotten_when_it_is_old_there(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path, kind: str
+) -> None:
+    """It was read into that job's log, or written anew, long after it was played."""
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 40))
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    brought = bring_third(tmp_path, job, kind, 5)
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 4))).mkdir(parents=True)
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    assert await forgetting.forget(NOW - 30 * 86_400) == 6 * 8
+    assert b"ann" in brought.read_bytes()
+    assert await forgetting.forget(NOW - 4 * 86_400) == 8
+    assert b"ann" not in brought.read_bytes()
+
+
+async def test_what_a_job_was_brought_and_is_yet_to_be_fed_is_kept(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path
+) -> None:
+    brought = bring_third(tmp_path, job, f"{layout.RECORDED}/{layout.BATCHES}", 40)
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 2))).mkdir(parents=True)
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    assert await forgetting.forget(NOW) == 0
+    assert b"ann" in brought.read_bytes()
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 3))).mkdir(parents=True)
+    assert await forgetting.forget(NOW) == 8
+
+
+async def test_a_job_whose_files_cannot_be_written_holds_up_no_other(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 40))
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    (tmp_path / "a_first").symlink_to(tmp_path / job.id)
+    real = erasing.erase_old
+
+    def refuses(place: JobDir, name: str, **given: Any) -> erasing.Erasure:
+        if name == "a_first":
+            raise PermissionError(13, "Permission denied")
+        return real(place, name, **given)
+
+    monkeypatch.setattr(erasing, "erase_old", refuses)
+    assert await Forgetting(store, JobsDir(tmp_path), lambda: NOW).forget(NOW - 30 * 86_400) == 6 * 8
+
+
+def test_a_log_that_is_removed_while_it_is_erased_ends_nothing(
+    job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, real = JobDir(tmp_path / job.id), erasing.read_batch
+    gone = place.batch(Position(job.claim.epoch, 2))
+
+    def reads(path: Path) -> LoggedBatch:
+        batch = real(path)
+        if path == gone:
+            path.unlink()
+        return batch
+
+    monkeypatch.setattr(erasing, "read_batch", reads)
+    found = erasing.erase(place, job.id, erasing.of_user("ann"), {}, safe_until=None)
+    assert {one.step for one in found.erased} == {1, 3, 4, 5, 6}
+    assert not gone.exists()
 
 
 async def test_without_a_setting_everything_is_kept(store: Store, job: RecordedJob, tmp_path: Path) -> None:
