@@ -1,6 +1,7 @@
 """Erases trained episodes in the files of a job, and in what its forks were brought of it.
 
-Rule: a log is replaced whole and durably, so a reader has the old one or the new one. Answers of replays that show
+Rule: a log is replaced whole and durably, so a reader has the old one or the new one, and by one at a time, so nobody
+puts back what another has erased meanwhile. Answers of replays that show
 tokens go with it, whosever they are: they can be asked for again. A log that recovery may still
 train from is not touched. Weights, bundles and backups are out of reach here; what was found is always told.
 """
@@ -8,6 +9,7 @@ train from is not touched. Weights, bundles and backups are out of reach here; w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -152,7 +154,7 @@ def _in_folder(folder: Path, holder: str, is_doomed: Wanted, found: _Found, safe
             path = folder / kind / step_name(at)
             if not _is_before(path, found.before):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it may be removed meanwhile
+            with contextlib.suppress(FileNotFoundError), _alone(path):  # it may be removed meanwhile
                 _in_log(path, at, holder, is_doomed, found, is_safe=safe_until is None or at.step <= safe_until)
 
 
@@ -172,6 +174,17 @@ def _in_log(path: Path, at: Position, holder: str, is_doomed: Wanted, found: _Fo
         _replace(path, pack(log) if path.parent.name == layout.ARCHIVE else log)
         _forget_logprobs(path.parents[1], at, members)
         found.erased.extend(one for one in entered if one not in found.erased)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else erases in this log, here or in another process, until the block ends. Raises FileNotFoundError."""
+    while True:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else it was replaced meanwhile
+                yield
+                return
 
 
 def _is_erased(batch: LoggedBatch, one: Trajectory) -> bool:

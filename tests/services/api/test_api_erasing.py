@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -407,6 +410,37 @@ async def test_a_job_whose_files_cannot_be_written_holds_up_no_other(
 
     monkeypatch.setattr(erasing, "erase_old", refuses)
     assert await Forgetting(store, JobsDir(tmp_path), lambda: NOW).forget(NOW - 30 * 86_400) == 6 * 8
+
+
+def test_two_who_erase_at_once_put_nothing_back(
+    job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, real, others = JobDir(tmp_path / job.id), erasing.read_batch, list[threading.Thread]()
+    has_tried = threading.Event()
+
+    def erase(user: str) -> None:
+        erasing.erase(place, job.id, erasing.of_user(user), {}, safe_until=None)
+
+    def locks(file: Any, how: int) -> None:
+        if others and threading.current_thread() is others[0]:
+            has_tried.set()
+        fcntl.flock(file, how)
+
+    def reads(path: Path) -> LoggedBatch:
+        batch = real(path)
+        if not others:
+            others.append(threading.Thread(target=erase, args=("ann",)))
+            others[0].start()
+            assert has_tried.wait(HANG_S)
+        return batch
+
+    monkeypatch.setattr(erasing, "read_batch", reads)
+    monkeypatch.setattr(erasing, "fcntl", SimpleNamespace(flock=locks, LOCK_EX=fcntl.LOCK_EX))
+    erase("bob")
+    others[0].join(HANG_S)
+    assert not others[0].is_alive()
+    left = logs(tmp_path / job.id)
+    assert (b"ann" in left, b"bob" in left) == (False, False)
 
 
 def test_a_log_that_is_removed_while_it_is_erased_ends_nothing(
