@@ -286,10 +286,7 @@ def test_the_command_names_what_left_the_queue_and_what_could_not(capsys: pytest
     nothing: dict[str, Any] = {"object": "episodes.erased", "erased": [], "not_yet": [], "unreadable": [], "stays": []}
     done = cast(ErasedEpisodes, {**nothing, "queued": ["job_a/3/1"], "in_use": []})
     assert tell(done) == 0
-    assert (
-        "1 episodes that were not trained yet are erased, and will not be trained\n  job_a/3/1\n"
-        in capsys.readouterr().out
-    )
+    assert "erased: 1 episode not trained before, nor from now on\n  job_a/3/1\n" in capsys.readouterr().out
     done["in_use"] = [{"episode": "job_a/4/0", "why": "its group is being written"}]
     assert tell(done) == 1
     assert "not yet: job_a/4/0: its group is being written\n" in capsys.readouterr().out
