@@ -127,9 +127,8 @@ def _call(name: str) -> Callable[[argparse.Namespace], int]:
 def _validate(arguments: argparse.Namespace) -> int:
     file = Path(arguments.ref if arguments.ref.endswith(".py") else f"{arguments.ref}.py")
     if arguments.ref.endswith(".py") or (":" not in arguments.ref and file.is_file()):
-        classes = _classes(file) or ["MyClass"]
-        what = " or ".join(f"{file}:{name}" for name in classes[:3])
-        raise CommandError(f"{file} is a file; name a class in it, as in {what}")
+        what = " or ".join(f"{file}:{name}" for name in _meant(file)[:3] or ["MyClass"])
+        raise CommandError(f"{file} is a file; name a class in it, or an agent's function, as in {what}")
     if ":" not in arguments.ref:
         return _call("validate")(arguments)
     from gspo_core.cli import env
@@ -137,15 +136,20 @@ def _validate(arguments: argparse.Namespace) -> int:
     return env.validate(arguments)
 
 
-def _classes(file: Path) -> list[str]:
-    """What may be meant, where the file can be read."""
+def _meant(file: Path) -> list[str]:
+    """What may be, where the file can be read: its classes, and the function that the pages give an agent."""
     import ast
 
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) or (isinstance(node, functions) and node.name == "run")
+    ]
 
 
 def _init(arguments: argparse.Namespace) -> int:

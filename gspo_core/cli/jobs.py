@@ -14,7 +14,7 @@ from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.dry_run import lines_of
 from gspo_core.cli.naming import job_meant
-from gspo_core.cli.terminal import say
+from gspo_core.cli.terminal import counted, say
 from gspo_core.json_value import JSON
 
 # No job has a step of sixteen digits.
@@ -172,9 +172,10 @@ def fork(
     with connected(url) as client:
         plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches, last=last, without=without)
         begins = "the base model" if plan["from_checkpoint"] is None else f"checkpoint {plan['from_checkpoint']}"
-        fed = f", then {plan['same_batches']} batches of its parent" if same_batches else ""
+        fed = f", then {plan['same_batches']} of its parent's batches" if same_batches else ""
         fed += f" without {', '.join(without)}" if without else ""
-        said = f"from {begins}, {plan['replayed_steps']} steps trained again to get to step {plan['step']}{fed}"
+        again = counted(plan["replayed_steps"], "step")
+        said = f"from {begins}, {again} trained again to get to step {plan['step']}{fed}"
         print(said, file=sys.stderr)
         if dry_run:
             return 0
@@ -210,9 +211,10 @@ def retrain(
     job_id = job_meant(url, named)
     with connected(url) as client:
         plan = client.plan_retrain(job_id, first=first, last=last, rewards=given, traces=groups, changes=changes)
-        what = f"{len(groups)} groups of traces" if groups else f"steps {plan['first']} to {plan['last']} of {job_id}"
-        other = f", {plan['rewards']} episodes with another reward" if given else ""
-        print(f"{what}, in {plan['steps']} steps{other}", file=sys.stderr)
+        steps = f"steps {plan['first']} to {plan['last']} of {job_id}"
+        what = f"{counted(len(groups), 'group')} of traces" if groups else steps
+        other = f", {counted(plan['rewards'], 'episode')} with another reward" if given else ""
+        print(f"{what}, in {counted(plan['steps'], 'step')}{other}", file=sys.stderr)
         if dry_run:
             return 0
         job = client.retrain(job_id, first=first, last=last, rewards=given, traces=groups, changes=changes, name=name)
@@ -223,20 +225,27 @@ def retrain(
 
 def read_rewards(file: str | None) -> dict[str, float]:
     """By episode. Raises CommandError."""
-    found = _read_json(file)
-    if not isinstance(found, dict) or not all(isinstance(one, int | float) for one in found.values()):
+    found = _rewards_in(_read_json(file))
+    if found is None:
         raise CommandError(f'{file}: write {{"GROUP/MEMBER": REWARD, ...}}, as gspo rescore --to does')
-    return {episode: float(reward) for episode, reward in found.items() if isinstance(reward, int | float)}
+    return found
 
 
 def _read_traces(file: str | None) -> list[dict[str, float]]:
-    found = [] if file is None else _read_json(file)
-    groups = found if isinstance(found, list) else [None]
-    if not all(isinstance(one, dict) for one in groups):
+    found = None if file is None else _read_json(file)
+    groups = [_rewards_in(one) for one in found] if isinstance(found, list) else []
+    told = [one for one in groups if one]
+    if file is not None and (not told or len(told) < len(groups)):  # of none, recorded steps would be taken instead
         raise CommandError(f'{file}: write a list of groups, each {{"TRACE": REWARD, ...}}')
-    return [
-        {str(trace): float(str(reward)) for trace, reward in one.items()} for one in groups if isinstance(one, dict)
-    ]
+    return told
+
+
+def _rewards_in(found: JSON) -> dict[str, float] | None:
+    """None: it is none, or something in it is no number."""
+    given = found if isinstance(found, dict) else {"": None}
+    numbers = {name: one for name, one in given.items() if isinstance(one, int | float)}
+    sound = {name: float(one) for name, one in numbers.items() if abs(one) <= sys.float_info.max}
+    return sound if len(sound) == len(given) else None
 
 
 def _read_json(file: str | None) -> JSON:

@@ -20,3 +20,7 @@ def say(*lines: str) -> None:
     """Print lines with what others wrote in them."""
     for line in lines:
         print(plain(line))
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

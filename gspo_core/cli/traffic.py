@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from gspo_core.api_answers import Entered, ErasedEpisodes
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import counted
 from gspo_core.client import Client
 
 
@@ -16,13 +17,13 @@ def erase(url: str, job: str, *, user: str | None, trace: str | None, episode: s
             return tell(client.erase_episode(f"{job}/{episode}"))
         if user is not None:
             return _user(client, job, user)
-        print(f"{client.erase_trace(job, trace or '')['num_segments']} recorded segments are erased")
+        print(f"erased: {counted(client.erase_trace(job, trace or '')['num_segments'], 'recorded segment')}")
     return 0
 
 
 def _user(client: Client, job: str, user: str) -> int:
     done = client.erase_user(job, user)
-    print(f"{done['num_segments']} recorded segments of keys that just talk are erased")
+    print(f"erased: {counted(done['num_segments'], 'recorded segment')} of keys that just talk")
     return tell(client.erase_episodes(job, user))
 
 
@@ -30,9 +31,9 @@ def tell(done: ErasedEpisodes) -> int:
     """Prints it; gives the status of the command."""
     steps = len({(one["in_job"], one["epoch"], one["step"]) for one in done["erased"]})
     episodes = len({one["episode"] for one in done["erased"]})
-    print(f"{episodes} trained episodes are erased in {steps} batch logs")
+    print(f"erased: {counted(episodes, 'trained episode')} in {counted(steps, 'batch log')}")
     _list(done["erased"])
-    print(f"{len(done['queued'])} episodes that were not trained yet are erased, and will not be trained")
+    print(f"erased: {counted(len(done['queued']), 'episode')} not trained before, nor from now on")
     for name in done["queued"]:
         print(f"  {name}")
     for one in done["in_use"]:

@@ -141,7 +141,8 @@ def _load_file(name: str) -> ModuleType:
 
 
 def _offers(module: ModuleType) -> str:
-    classes = [
-        name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-    return f"its classes are {sorted(classes)}" if classes else "it defines no class"
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    classes = sorted(name for name, value in own.items() if inspect.isclass(value))
+    functions = sorted(name for name, value in own.items() if inspect.isfunction(value))
+    said = f"its classes are {classes}" if classes else "it defines no class"
+    return f"{said}, its functions are {functions}" if functions else said

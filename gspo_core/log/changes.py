@@ -160,12 +160,16 @@ def changed_batch(batch: LoggedBatch, without: Without) -> LoggedBatch:
     if not without:
         return batch
     kept = [_changed_group(group, without) for group in batch.groups if group.group not in without.groups]
-    return replace(batch, groups=tuple(kept))
+    return batch if _are_same(kept, batch.groups) else replace(batch, groups=tuple(kept))
 
 
 def _changed_group(group: Group, without: Without) -> Group:
     kept = [_less(one, without.parts) for one in group if (one.key.group, one.key.member) not in without.episodes]
-    return replace(group, trajectories=tuple(kept))
+    return group if _are_same(kept, group.trajectories) else replace(group, trajectories=tuple(kept))
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _less(episode: Trajectory, parts: Collection[str]) -> Trajectory:
@@ -191,7 +195,10 @@ def lessened(batch: LoggedBatch, without: Without) -> LoggedBatch:
     """
     if not without:
         return batch
-    kept = tuple(group for group in changed_batch(batch, without).groups if group.trajectories)
+    changed = changed_batch(batch, without)
+    if changed is batch:
+        return batch
+    kept = tuple(group for group in changed.groups if group.trajectories)
     if not kept:
         raise ImpossibleChange(f"step {batch.step}: nothing of its batch would be left")
     return replace(batch, groups=kept)

@@ -1,6 +1,7 @@
 """Erases what was read and said in trained episodes once it is older than is to be kept.
 
-Rule: what ``services.files.erasing`` leaves alone, since a job that is not over may have to train it again, is left
+Rule: each job's directory is looked through by itself, for a log that was brought there is as old as it is there. What
+``services.files.erasing`` leaves alone, since a job that is not over may have to train it again, is left
 until a later time; so is what cannot be done now. Jobs are taken one by one, so a large one holds up no request. What
 is in the queue is as young as its job's next step.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from services.api.routes.erasing import safe_until
 from services.files.job_dir import JobDir, JobsDir
@@ -47,22 +48,23 @@ class Forgetting:
     async def forget(self, before: float) -> int:
         """How many episodes are erased, of logs written before (Unix seconds)."""
         jobs, count = await asyncio.to_thread(self._jobs_dir.accepted), 0
-        for name in jobs:
-            count += await self._forget(name, jobs, before)
+        for name, place in jobs.items():
+            try:
+                count += await self._forget(name, place, before)
+            except OSError as error:  # those of other jobs can be erased all the same
+                get_logger().warning("old episodes of a job are erased later", job=name, error=str(error))
         return count
 
-    async def _forget(self, name: str, jobs: Mapping[str, JobDir], before: float) -> int:
-        from services.files.erasing import erase, everybody, has_log  # most installations need none of it
+    async def _forget(self, name: str, place: JobDir, before: float) -> int:
+        from services.files.erasing import erase_old, has_log, saved_step  # most installations need none of it
 
+        if not await asyncio.to_thread(has_log, place, self._done.get(name, 0.0), before):
+            return 0
         try:
-            job = await self._store.jobs.get(name)
-        except JobNotFound:  # it is being removed
-            return 0
-        place, since = jobs[name], self._done.get(name, 0.0)
-        if not await asyncio.to_thread(has_log, place, since, before):
-            return 0
-        until = await asyncio.to_thread(safe_until, place, job)
-        found = await asyncio.to_thread(erase, place, name, everybody, jobs, safe_until=until, before=before)
+            until = await asyncio.to_thread(safe_until, place, await self._store.jobs.get(name))
+        except JobNotFound:  # it is being removed, or Redis has lost it and its trainer may bring it back
+            until = await asyncio.to_thread(saved_step, place)
+        found = await asyncio.to_thread(erase_old, place, name, safe_until=until, before=before)
         if found.erased:
             get_logger().info("old episodes erased", job=name, episodes=len(found.erased), left=len(found.not_yet))
         if not found.not_yet:

@@ -1,6 +1,7 @@
 """Erases trained episodes in the files of a job, and in what its forks were brought of it.
 
-Rule: a log is replaced whole and durably, so a reader has the old one or the new one. Answers of replays that show
+Rule: a log is replaced whole and durably, so a reader has the old one or the new one, and by one at a time, so nobody
+puts back what another has erased meanwhile. Answers of replays that show
 tokens go with it, whosever they are: they can be asked for again. A log that recovery may still
 train from is not touched. Weights, bundles and backups are out of reach here; what was found is always told.
 """
@@ -8,6 +9,7 @@ train from is not touched. Weights, bundles and backups are out of reach here; w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -60,41 +62,55 @@ def of_member(group: int, member: int) -> Wanted:
     return lambda episode: (episode.key.group, episode.key.member) == (group, member)
 
 
-def everybody(episode: Trajectory) -> bool:
-    return True
-
-
-def has_log(job: JobDir, since: float, before: float) -> bool:
-    """Of the job itself, written since the one and before the other (Unix seconds)."""
-    folders = (job.path / kind for kind in (layout.BATCHES, layout.ARCHIVE))
-    paths = (folder / step_name(at) for folder in folders for at in positions_in(folder))
-    return any(_is_before(path, before) and not _is_before(path, since) for path in paths)
-
-
-def erase(
-    job: JobDir,
-    name: str,
-    wanted: Wanted,
-    others: Mapping[str, JobDir],
-    *,
-    safe_until: int | None,
-    before: float = math.inf,
-) -> Erasure:
+def erase(job: JobDir, name: str, wanted: Wanted, others: Mapping[str, JobDir], *, safe_until: int | None) -> Erasure:
     """``safe_until``: steps after it may have to be trained again; None: no step. ``others``: all jobs by name; some of
-    them may have been brought logs of this one, and trained on them. ``before``: only logs written before (Unix
-    seconds). Blocking: it reads every such batch log."""
-    found = _Found([], [], [], before)
-    _in_folder(job.path, name, name, wanted, found, safe_until)
+    them may have been brought logs of this one, and trained on them. Blocking: it reads every batch log."""
+
+    def is_doomed(one: Trajectory) -> bool:
+        return one.key.job == name and wanted(one)
+
+    found = _Found([], [], [])
+    _in_folder(job.path, name, is_doomed, found, safe_until)
     for other, place in others.items():
         brought = list(_brought(place, name))
         for folder in brought:
-            _in_folder(folder, other, name, wanted, found, None)
+            _in_folder(folder, other, is_doomed, found, None)
         if brought and other != name:
-            _in_folder(place.path, other, name, wanted, found, _saved_step(place))
+            _in_folder(place.path, other, is_doomed, found, saved_step(place))
     # After the logs: an answer that is written meanwhile looks into them (`services.api.views.replays`).
     for holder in {name: job, **{one.job: others[one.job] for one in found.erased if one.job != name}}.values():
         Replays(holder).remove_shown()
     return Erasure(tuple(found.erased), tuple(found.not_yet), tuple(found.unreadable))
+
+
+def has_log(job: JobDir, since: float, before: float) -> bool:
+    """In its directory, written since the one and before the other (Unix seconds)."""
+    folders = (folder / kind for folder in (job.path, *_brought(job)) for kind in (layout.BATCHES, layout.ARCHIVE))
+    paths = (folder / step_name(at) for folder in folders for at in positions_in(folder))
+    return any(_is_before(path, before) and not _is_before(path, since) for path in paths)
+
+
+def erase_old(job: JobDir, name: str, *, safe_until: int | None, before: float) -> Erasure:
+    """All that the directory of a job holds in logs written before (Unix seconds), whichever job played it: what was
+    brought of another one may be younger there, or be left when that is gone. ``safe_until`` as for ``erase``, also of
+    what was brought: the job may not have been fed it yet. Blocking: it reads every such batch log."""
+    found = _Found([], [], [], before)
+    for folder in (job.path, *_brought(job)):
+        _in_folder(folder, name, _everybody, found, safe_until)
+    Replays(job).remove_shown()
+    return Erasure(tuple(found.erased), tuple(found.not_yet), tuple(found.unreadable))
+
+
+def saved_step(place: JobDir) -> int:
+    """Up to it no step is trained again by itself."""
+    try:
+        return max((at.step for at in Past(place.path).checkpoints), default=0)
+    except PastError:
+        return 0
+
+
+def _everybody(_: Trajectory) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +118,7 @@ class _Found:
     erased: list[Entered]
     not_yet: list[Entered]
     unreadable: list[str]
-    before: float
+    before: float = math.inf
 
 
 def _is_before(path: Path, unix_s: float) -> bool:
@@ -112,21 +128,13 @@ def _is_before(path: Path, unix_s: float) -> bool:
         return False
 
 
-def _saved_step(place: JobDir) -> int:
-    """Up to it no step is trained again by itself."""
-    try:
-        return max((at.step for at in Past(place.path).checkpoints), default=0)
-    except PastError:
-        return 0
-
-
-def _brought(place: JobDir, job: str) -> Iterator[Path]:
-    """What a job was brought of ``job``, itself or by way of its parent."""
+def _brought(place: JobDir, job: str | None = None) -> Iterator[Path]:
+    """What a job was brought of ``job`` (None: of any), itself or by way of its parent."""
     if place.recorded.path.is_dir():
         yield place.recorded.path
     while place.origin.path.is_dir():
         parent, place = _parent_of(place), place.origin
-        if parent in (job, None):
+        if job is None or parent in (job, None):
             yield place.path
 
 
@@ -139,34 +147,44 @@ def _parent_of(place: JobDir) -> str | None:
     return str(parent["job"]) if isinstance(parent, dict) and "job" in parent else None
 
 
-def _in_folder(folder: Path, holder: str, job: str, wanted: Wanted, found: _Found, safe_until: int | None) -> None:
+def _in_folder(folder: Path, holder: str, is_doomed: Wanted, found: _Found, safe_until: int | None) -> None:
     # In this order: a log goes from the one into the other meanwhile (`batch_archive`).
     for kind in (layout.BATCHES, layout.ARCHIVE):
         for at in positions_in(folder / kind):
             path = folder / kind / step_name(at)
             if not _is_before(path, found.before):
                 continue
-            try:
-                batch = read_batch(path)
-            except FileNotFoundError:  # removed since it was listed
-                continue
-            except DamagedBatchLog as error:
-                found.unreadable.append(str(error))
-                continue
-            keys = [one.key for one in batch.trajectories if _is_doomed(one, batch, job, wanted)]
-            entered = [Entered(key, *at, holder) for key in keys]
-            if safe_until is not None and at.step > safe_until:
-                found.not_yet.extend(entered)
-            elif keys:
-                members = {(key.group, key.member) for key in keys}
-                log = b"".join(without_texts(batch, members))
-                _replace(path, pack(log) if kind == layout.ARCHIVE else log)
-                _forget_logprobs(folder, at, members)
-                found.erased.extend(one for one in entered if one not in found.erased)
+            with contextlib.suppress(FileNotFoundError), _alone(path):  # it may be removed meanwhile
+                _in_log(path, at, holder, is_doomed, found, is_safe=safe_until is None or at.step <= safe_until)
 
 
-def _is_doomed(one: Trajectory, batch: LoggedBatch, job: str, wanted: Wanted) -> bool:
-    return one.key.job == job and wanted(one) and not _is_erased(batch, one)
+def _in_log(path: Path, at: Position, holder: str, is_doomed: Wanted, found: _Found, *, is_safe: bool) -> None:
+    try:
+        batch = read_batch(path)
+    except DamagedBatchLog as error:
+        found.unreadable.append(str(error))
+        return
+    keys = [one.key for one in batch.trajectories if is_doomed(one) and not _is_erased(batch, one)]
+    entered = [Entered(key, *at, holder) for key in keys]
+    if not is_safe:
+        found.not_yet.extend(entered)
+    elif keys:
+        members = {(key.group, key.member) for key in keys}
+        log = b"".join(without_texts(batch, members))
+        _replace(path, pack(log) if path.parent.name == layout.ARCHIVE else log)
+        _forget_logprobs(path.parents[1], at, members)
+        found.erased.extend(one for one in entered if one not in found.erased)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else erases in this log, here or in another process, until the block ends. Raises FileNotFoundError."""
+    while True:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else it was replaced meanwhile
+                yield
+                return
 
 
 def _is_erased(batch: LoggedBatch, one: Trajectory) -> bool:

@@ -113,9 +113,11 @@ def _require_there(parent: JobDir, start: Position | None) -> None:
 
 
 def _replace(path: Path, log: bytes) -> None:
-    """The file is the parent's own, where it is a link."""
+    """The file is the parent's own, where it is a link. It is as old as before."""
+    written = path.stat()
     path.unlink()
     path.write_bytes(log)
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
 
 
 def _link(source: Path, target: Path) -> None:

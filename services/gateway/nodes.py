@@ -7,6 +7,7 @@ It counts too many rather than too few: an empty list is two. It does not say wh
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _ARGUMENTS = b'"arguments"'
@@ -34,9 +35,13 @@ def has_more_nodes(text: bytes | bytearray, most: int) -> bool:
 
 
 def _nodes(text: bytes | bytearray, start: int, end: int) -> int:
-    return _signs(text, start, end) + text.count(b'"', start, end) // 2
+    return _signs(text, start, end) + _count(text, (b'"',), start, end) // 2
 
 
 def _signs(text: bytes | bytearray, start: int, end: int) -> int:
+    return _count(text, (b",", b"[", b"{"), start, end)
+
+
+def _count(text: bytes | bytearray, signs: Iterable[bytes], start: int, end: int) -> int:
     pieces = ((begin, min(begin + _PIECE_BYTES, end)) for begin in range(start, end, _PIECE_BYTES))
-    return sum(text.count(sign, *piece) for piece in pieces for sign in (b",", b"[", b"{"))
+    return sum(text.count(sign, *piece) for piece in pieces for sign in signs)

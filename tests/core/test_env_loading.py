@@ -111,7 +111,7 @@ def test_the_description_is_plain_data(shop: str) -> None:
         (":Shop", {}, "does not name an environment"),
         ("absent_package.worlds:Shop", {}, "no module 'absent_package'"),
         ("absent.py:Shop", {}, "there is no file absent.py"),
-        ("{shop}:Stop", {}, "has no 'Stop'; its classes are .'Shop'."),
+        ("{shop}:Stop", {}, "has no 'Stop'; its classes are .'Shop'., its functions are .*'rollout'"),
         ("{shop}:Shop.Outer", {}, "has no 'Shop.Outer'"),
         ("{shop}:number", {}, "is a int, not a class"),
         ("{shop}:rollout", {}, "owns its loop, an agent: write"),

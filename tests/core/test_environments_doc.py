@@ -69,6 +69,9 @@ def test_a_call_of_a_tool_that_is_not_there_is_answered_and_a_file_is_no_class(
     assert "reward 1" in shown
     assert main(["env", "validate", "shop.py"]) == 1
     assert "as in shop.py:Shop" in capsys.readouterr().err
+    Path("guess.py").write_text("tasks = [{}]\n\n\ndef run(task, llm):\n    return 1.0\n")
+    assert main(["env", "validate", "guess.py"]) == 1
+    assert "or an agent's function, as in guess.py:run" in capsys.readouterr().err
 
 
 def test_the_line_for_tests_works(folder: Path) -> None:

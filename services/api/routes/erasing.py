@@ -177,14 +177,9 @@ def _erase(context: ApiContext, job: JobRecord, whose: str | tuple[int, int], in
 
 def safe_until(place: JobDir, job: JobRecord) -> int | None:
     """Steps up to it are in a checkpoint; None: no step of the job will be trained again by itself."""
-    from gspo_core.replay.past import Past, PastError  # few requests need it
+    from services.files.erasing import saved_step  # few requests need it
 
-    if job.status.is_terminal:
-        return None
-    try:
-        return max((at.step for at in Past(place.path).checkpoints), default=0)
-    except PastError:
-        return 0
+    return None if job.status.is_terminal else saved_step(place)
 
 
 async def _require_kept(context: ApiContext, job: JobRecord, group: int, member: int) -> None:

@@ -208,6 +208,10 @@ async def retrain(
     spec = recording.retrained(source, at, num_steps, wanted.name, wanted.set)
     if query.dry_run:
         submitting.require_reasonable(spec)
+        if at.traces:
+            await recording.groups_of(context, source, wanted.traces)
+        else:
+            await recording.require_episodes(context, at, recording.by_member(wanted.rewards))
         plan = RetrainPlanView(job=id, first=at.first, last=at.last, steps=num_steps, rewards=len(wanted.rewards))
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())

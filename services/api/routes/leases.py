@@ -129,7 +129,7 @@ async def finish(id: str, lease: LeaseId, query: Annotated[FinishQuery, Query()]
     try:
         return await _known(context.loans.finish(id, lease, query.reward))
     except OutOfRange as error:
-        message = f"{query.reward:g} is outside the reward_range {error.detail} of its environment; the lease goes on"
+        message = f"{query.reward} is outside the reward_range {error.detail} of its environment; the lease goes on"
         raise RequestRefused(422, "validation_failed", message, param="reward") from None
 
 

@@ -22,7 +22,7 @@ from gspo_core.live_settings import tuned
 from gspo_core.log.changes import ImpossibleChange, changed_spec
 from gspo_core.log.recording import FIRST_OF_TRACES, recording
 from gspo_core.problems import Problem, problems
-from gspo_core.replay.past import PastError
+from gspo_core.replay.past import Past, PastError
 from gspo_core.spec import JobSpec, RecordedSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from services.api.http.access import Caller
@@ -35,6 +35,7 @@ from services.files.recording import (
     bring_recording,
     in_batches,
     recorded_steps,
+    require_known,
     write_recording,
 )
 from services.state.store import JobNotFound, JobRecord
@@ -143,11 +144,26 @@ async def bring_recorded(context: ApiContext, spec: JobSpec, caller: Caller, job
         raise _invalid("rewards", str(error)) from error
 
 
+async def require_episodes(context: ApiContext, at: RecordedSpec, rewards: Rewards) -> None:
+    """Those that are given a reward are in the steps that are taken. Raises RequestRefused."""
+    steps = await steps_of(context, at)
+    try:
+        await asyncio.to_thread(require_known, rewards, Past(context.history.job_dir(at.job).path), steps)
+    except PastError as error:
+        raise RequestRefused(409, "step_not_kept", str(error), param="recorded", headers=FINAL) from error
+    except NoSuchEpisode as error:
+        raise _invalid("rewards", str(error)) from error
+
+
+async def groups_of(context: ApiContext, source: JobRecord, traces: Traces) -> list[Group]:
+    """Conversations as groups. Raises RequestRefused where one is not kept, or cannot be trained."""
+    entries = await _entries(context, source.id)
+    return [_group(source.id, number, members, entries) for number, members in enumerate(traces, FIRST_OF_TRACES)]
+
+
 async def bring_traces(context: ApiContext, spec: JobSpec, job_id: str, source: JobRecord, traces: Traces) -> None:
     """Bring a job conversations as groups. Raises RequestRefused."""
-    entries = await _entries(context, source.id)
-    groups = [_group(source.id, number, members, entries) for number, members in enumerate(traces, FIRST_OF_TRACES)]
-    batches = list(in_batches(groups, spec.groups_per_step))
+    batches = list(in_batches(await groups_of(context, source, traces), spec.groups_per_step))
     ours, theirs = (context.history.job_dir(one) for one in (job_id, source.id))
 
     def write() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -18,11 +21,12 @@ from gspo_core.api_answers import ErasedEpisodes
 from gspo_core.cli.traffic import tell
 from gspo_core.codec import decode, encode
 from gspo_core.log import layout
-from gspo_core.log.batches import decode_batch
+from gspo_core.log.batches import LoggedBatch, decode_batch
 from gspo_core.log.records import AcceptedJob, encode_record
 from gspo_core.staleness import Position
 from gspo_core.types import Asked, EpisodeKey, Group, Split, Trajectory
 from services.api.forgetting import Forgetting
+from services.files import erasing
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir, JobsDir
 from services.files.trained_log import TrainedLog
@@ -282,10 +286,7 @@ def test_the_command_names_what_left_the_queue_and_what_could_not(capsys: pytest
     nothing: dict[str, Any] = {"object": "episodes.erased", "erased": [], "not_yet": [], "unreadable": [], "stays": []}
     done = cast(ErasedEpisodes, {**nothing, "queued": ["job_a/3/1"], "in_use": []})
     assert tell(done) == 0
-    assert (
-        "1 episodes that were not trained yet are erased, and will not be trained\n  job_a/3/1\n"
-        in capsys.readouterr().out
-    )
+    assert "erased: 1 episode not trained before, nor from now on\n  job_a/3/1\n" in capsys.readouterr().out
     done["in_use"] = [{"episode": "job_a/4/0", "why": "its group is being written"}]
     assert tell(done) == 1
     assert "not yet: job_a/4/0: its group is being written\n" in capsys.readouterr().out
@@ -344,6 +345,117 @@ async def test_what_a_job_may_train_again_is_forgotten_with_its_next_checkpoint(
     (tmp_path / job.id / layout.CHECKPOINTS / layout.step_name(Position(job.claim.epoch, 4))).mkdir(parents=True)
     assert await forgetting.forget(NOW) == 4 * 8
     assert await steps_left(http, job) == {5, 6}
+
+
+def bring_third(tmp_path: Path, job: RecordedJob, kind: str, days: float) -> Path:
+    """Another job whose directory holds the third log, so old."""
+    spec = json.dumps({"model": "m", "environments": [{"ref": "a:B"}], "parent": {"job": job.id, "step": 2}})
+    accepted = AcceptedJob(spec, hashlib.sha256(spec.encode()).hexdigest(), "2026-01-01T00:00:00.000Z")
+    at = Position(job.claim.epoch, 3)
+    path = tmp_path / "job_child" / kind / layout.step_name(at)
+    path.parent.mkdir(parents=True)
+    (tmp_path / "job_child" / layout.ACCEPTED).write_bytes(encode_record(accepted))
+    path.write_bytes(JobDir(tmp_path / job.id).batch(at).read_bytes())
+    os.utime(path, (NOW - days * 86_400,) * 2)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", [f"{layout.RECORDED}/{layout.BATCHES}", f"{layout.ORIGIN}/{layout.BATCHES}", layout.BATCHES]
+)
+async def test_what_another_job_was_brought_is_forgotten_when_it_is_old_there(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path, kind: str
+) -> None:
+    """It was read into that job's log, or written anew, long after it was played."""
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 40))
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    brought = bring_third(tmp_path, job, kind, 5)
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 4))).mkdir(parents=True)
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    assert await forgetting.forget(NOW - 30 * 86_400) == 6 * 8
+    assert b"ann" in brought.read_bytes()
+    assert await forgetting.forget(NOW - 4 * 86_400) == 8
+    assert b"ann" not in brought.read_bytes()
+
+
+async def test_what_a_job_was_brought_and_is_yet_to_be_fed_is_kept(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path
+) -> None:
+    brought = bring_third(tmp_path, job, f"{layout.RECORDED}/{layout.BATCHES}", 40)
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 2))).mkdir(parents=True)
+    forgetting = Forgetting(store, JobsDir(tmp_path), lambda: NOW)
+    assert await forgetting.forget(NOW) == 0
+    assert b"ann" in brought.read_bytes()
+    (tmp_path / "job_child" / layout.CHECKPOINTS / layout.step_name(Position(1, 3))).mkdir(parents=True)
+    assert await forgetting.forget(NOW) == 8
+
+
+async def test_a_job_whose_files_cannot_be_written_holds_up_no_other(
+    http: httpx.AsyncClient, store: Store, job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept(tmp_path, job)
+    age(tmp_path, job, dict.fromkeys(range(1, 7), 40))
+    await store.jobs.set_status(job.id, JobStatus.FAILED)
+    (tmp_path / "a_first").symlink_to(tmp_path / job.id)
+    real = erasing.erase_old
+
+    def refuses(place: JobDir, name: str, **given: Any) -> erasing.Erasure:
+        if name == "a_first":
+            raise PermissionError(13, "Permission denied")
+        return real(place, name, **given)
+
+    monkeypatch.setattr(erasing, "erase_old", refuses)
+    assert await Forgetting(store, JobsDir(tmp_path), lambda: NOW).forget(NOW - 30 * 86_400) == 6 * 8
+
+
+def test_two_who_erase_at_once_put_nothing_back(
+    job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, real, others = JobDir(tmp_path / job.id), erasing.read_batch, list[threading.Thread]()
+    has_tried = threading.Event()
+
+    def erase(user: str) -> None:
+        erasing.erase(place, job.id, erasing.of_user(user), {}, safe_until=None)
+
+    def locks(file: Any, how: int) -> None:
+        if others and threading.current_thread() is others[0]:
+            has_tried.set()
+        fcntl.flock(file, how)
+
+    def reads(path: Path) -> LoggedBatch:
+        batch = real(path)
+        if not others:
+            others.append(threading.Thread(target=erase, args=("ann",)))
+            others[0].start()
+            assert has_tried.wait(HANG_S)
+        return batch
+
+    monkeypatch.setattr(erasing, "read_batch", reads)
+    monkeypatch.setattr(erasing, "fcntl", SimpleNamespace(flock=locks, LOCK_EX=fcntl.LOCK_EX))
+    erase("bob")
+    others[0].join(HANG_S)
+    assert not others[0].is_alive()
+    left = logs(tmp_path / job.id)
+    assert (b"ann" in left, b"bob" in left) == (False, False)
+
+
+def test_a_log_that_is_removed_while_it_is_erased_ends_nothing(
+    job: RecordedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, real = JobDir(tmp_path / job.id), erasing.read_batch
+    gone = place.batch(Position(job.claim.epoch, 2))
+
+    def reads(path: Path) -> LoggedBatch:
+        batch = real(path)
+        if path == gone:
+            path.unlink()
+        return batch
+
+    monkeypatch.setattr(erasing, "read_batch", reads)
+    found = erasing.erase(place, job.id, erasing.of_user("ann"), {}, safe_until=None)
+    assert {one.step for one in found.erased} == {1, 3, 4, 5, 6}
+    assert not gone.exists()
 
 
 async def test_without_a_setting_everything_is_kept(store: Store, job: RecordedJob, tmp_path: Path) -> None:

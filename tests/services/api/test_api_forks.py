@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 from gspo_core.cli import main
 from gspo_core.client import Client
 from gspo_core.replay.past import Past
+from gspo_core.staleness import Position
 from services.files.job_dir import JobDir, JobsDir
 from services.files.origin import plan
 from services.state.jobs import JobStatus
@@ -208,6 +210,31 @@ async def test_files_that_a_running_parent_moves_meanwhile_are_followed(
     assert answer.status_code == 201, answer.text
     found = plan(JobDir(tmp_path / "jobs" / answer.json()["id"]).origin, 5)
     assert (found.start, found.num_replayed) == ((1, 2), 3)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+async def test_what_a_fork_is_brought_is_as_old_as_at_its_parents(
+    http: httpx.AsyncClient, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """Old episodes are erased by the age of their log (`services.api.forgetting`). Another disk takes copies."""
+
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not has_links:
+        monkeypatch.setattr("services.files.origin.os.link", refused)
+    parent = JobDir(tmp_path / "jobs" / job)
+    key = Past(parent.path).batch(5).trajectories[0].key
+    body = {"step": 3, "same_batches": True, "without": [f"{key.group}/{key.member}"]}
+    for step in (4, 5):
+        os.utime(parent.batch(Position(1, step)), (1e9 + step, 1e9 + step))
+    answer = await http.post(f"/v1/jobs/{job}/fork", json=body)
+    assert answer.status_code == 201, answer.text
+    origin = JobDir(tmp_path / "jobs" / answer.json()["id"]).origin
+    # The last of them is another log, without the episode.
+    assert [origin.batch(Position(1, step)).stat().st_mtime for step in (4, 5)] == [1e9 + 4, 1e9 + 5]
+    is_same = [origin.batch(Position(1, step)).samefile(parent.batch(Position(1, step))) for step in (4, 5)]
+    assert is_same == [has_links, False]
 
 
 async def test_two_who_resume_at_once_from_other_steps_leave_one_history(

@@ -93,6 +93,8 @@ async def test_a_reward_out_of_its_worlds_range_is_refused_and_the_lease_goes_on
         "reward",
     )
     assert "1.5 is outside the reward_range (0.0, 1.0)" in error_of(refused)["message"]
+    hardly = error_of(await http.post(f"{path}/finish?reward=1.0000001"))["message"]
+    assert hardly.startswith("1.0000001 is outside")
     assert (await http.post(f"{path}/extend")).json()["state"] == "lent"
     assert (await http.post(f"{path}/finish?reward=1")).json()["state"] == "finished"
 

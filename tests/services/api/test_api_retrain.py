@@ -125,9 +125,10 @@ async def test_a_repeated_request_makes_one_job(http: httpx.AsyncClient, job: st
 async def test_what_cannot_be_is_refused_and_nothing_is_made(
     http: httpx.AsyncClient, job: str, body: dict[str, object], status: int, said: str
 ) -> None:
-    answer = await http.post(f"/v1/jobs/{job}/retrain", json=body)
-    assert answer.status_code == status, answer.text
-    assert said in error_of(answer)["message"]
+    for asked in ("retrain?dry_run=true", "retrain"):
+        answer = await http.post(f"/v1/jobs/{job}/{asked}", json=body)
+        assert answer.status_code == status, answer.text
+        assert said in error_of(answer)["message"]
     assert len((await http.get("/v1/jobs")).json()["data"]) == 1
 
 

@@ -143,8 +143,8 @@ async def test_the_client_and_the_command_do_it(
             assert detail["tokens"]["id"] == [1, 2, 3]
             assert main(["erase", job, "--user", "ann", "--url", api.url]) == 0
             said = capsys.readouterr().out
-            assert "1 recorded segments of keys that just talk are erased" in said
-            assert "0 trained episodes are erased in 0 batch logs" in said
+            assert "erased: 1 recorded segment of keys that just talk\n" in said
+            assert "erased: 0 trained episodes in 0 batch logs\n" in said
             with pytest.raises(ApiError, match="group 0"):
                 client.erase_episode(f"{job}/0/0")
             assert main(["erase", job, "--trace", "8", "--url", api.url]) == 0
@@ -157,7 +157,7 @@ async def test_the_client_and_the_command_do_it(
         for trace, who in ((7, "ann"), (8, "bob")):
             await talks.record(job, key, trace, who, [segment(job, trace)], tokens=2, s=0.0, keep=KEEP)
         await asyncio.to_thread(read, api, key)
-    assert capsys.readouterr().out.count("1 recorded segments are erased") == 1
+    assert capsys.readouterr().out.count("erased: 1 recorded segment\n") == 1
 
 
 @pytest.mark.parametrize(

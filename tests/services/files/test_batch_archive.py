@@ -15,7 +15,7 @@ from gspo_core.staleness import Position
 from services.files import batch_archive
 from services.files.batch_archive import History, archived
 from services.files.batch_log import BatchLog, batch_files, read_batch
-from services.files.erasing import erase, everybody, of_member
+from services.files.erasing import erase, erase_old, of_member
 from services.files.job_dir import JobDir, positions_in
 from tests.core.logged import groups
 
@@ -62,8 +62,8 @@ def test_an_archived_log_is_as_old_as_it_was(job: JobDir) -> None:
     os.utime(job.batch(at), (1e9, 1e9))
     put(job, 1)
     assert job.archived(at).stat().st_mtime == 1e9
-    assert not erase(job, "job-1", everybody, {}, safe_until=None, before=1e9).erased
-    assert erase(job, "job-1", everybody, {}, safe_until=None, before=1e9 + 1).erased
+    assert not erase_old(job, "job-1", safe_until=None, before=1e9).erased
+    assert erase_old(job, "job-1", safe_until=None, before=1e9 + 1).erased
     assert job.archived(at).stat().st_mtime == 1e9
 
 

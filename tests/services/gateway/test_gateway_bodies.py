@@ -186,10 +186,18 @@ def test_values_are_counted_outside_of_texts_and_in_arguments(text: str, num_nod
 
 
 def test_signs_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
+    pieces = set[int]()
+
+    class Noted(bytearray):
+        def count(self, sign: Any, start: Any = 0, end: Any = None, /) -> int:
+            pieces.add((len(self) if end is None else end) - start)
+            return super().count(sign, start, end)
+
     monkeypatch.setattr(nodes, "_PIECE_BYTES", 3)
     text = b"[" + b"[1], " * 20 + b'"a, b"]'
-    assert not has_more_nodes(bytearray(text), 42)
-    assert has_more_nodes(bytearray(text), 41)
+    assert not has_more_nodes(Noted(text), 42)
+    assert has_more_nodes(Noted(text), 41)
+    assert max(pieces) == 3
 
 
 def test_long_texts_are_digested_piece_by_piece_and_as_before(monkeypatch: pytest.MonkeyPatch):

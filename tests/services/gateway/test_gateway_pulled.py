@@ -188,6 +188,7 @@ async def test_waiting_for_an_agent_is_no_time_of_the_episode(table: Table, code
 
 async def test_without_a_sign_of_life_another_agent_gets_it_with_another_key(table: Table, codec: HermesCodec) -> None:
     shop = Shop(table, codec, "Hello.", "Hello again.")
+    shop.world.reward_range = (0.0, 0.5)
     running = asyncio.create_task((await shop.open()).run())
     lost = await shop.fetch("a", 60.0)
     await shop.client(lost).say(HI)
@@ -196,6 +197,9 @@ async def test_without_a_sign_of_life_another_agent_gets_it_with_another_key(tab
         shop.now += 50.0
         await shop.loans.extend(JOB, "a")
         await looked_at(shop)
+    with pytest.raises(OutOfRange):
+        await shop.loans.finish(JOB, "a", 1.0)
+    await looked_at(shop)
     shop.now += 61.0
     found = await shop.fetch("b", 60.0)
     assert (lost.loan.attempt, found.loan.attempt) == (0, 1)
@@ -211,6 +215,7 @@ async def test_without_a_sign_of_life_another_agent_gets_it_with_another_key(tab
     judge(record, shop.policy.served)
     assert {segment.attempt for segment in record} == {1}
     assert shop.setting.counters["loans/expired"] == 1
+    assert shop.setting.counters["rewards/refused"] == 1  # of the one that was lost
 
 
 async def looked_at(shop: Shop) -> None:
