@@ -141,11 +141,44 @@ async def test_a_fork_is_fed_its_parents_batches_without_a_group_and_then_sample
     assert [group.group for group in ours.batch(3).groups] == [group.group for group in fed.groups[1:]]
     assert member not in {one.key for one in ours.batch(3).trajectories}
     assert ours.batch(4).trajectories[0].key.job == child.job, "after that it plays"
+    assert culprit not in {group.group for step in (4, 5) for group in ours.batch(step).groups}, "it is owed no more"
+    assert ours.batch(3).extra["dropped"] == {"left_out": [culprit]}
     assert [group.group for group in before.groups] == [group.group for group in fed.groups]
     otherwise = replay(Past(loop.job_dir), Question(3, 3, without=Without.parse(without)))
     [row] = [one for one in await loop.store.metrics.read(child.job) if one["step"] == 3]
     assert otherwise.losses_otherwise[0] == row["gspo/loss"]
     assert theirs.steps() == BatchLog(JobDir(loop.job_dir)).steps()
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 9), (4, 5)])
+async def test_a_fork_may_take_other_numbers_of_groups(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int, steps: int
+) -> None:
+    """Its parent had started more groups than such steps take by then, or fewer."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 3, groups_per_step=size, steps=steps))
+        async with played(child):
+            await serve(child)
+    ours, num_before = Past(child.job_dir), sum(len(Past(loop.job_dir).batch(step).groups) for step in (1, 2, 3))
+    assert [len(ours.batch(step).groups) for step in ours.batches] == [size] * (steps - 3)
+    assert ours.batch(steps).extra["num_dispatched"] == num_before + size * (steps - 3)
+
+
+async def test_a_fork_that_is_fed_nothing_to_train_fails_with_the_reason(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rewards are all the same, and it drops such groups."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        fed = [one.key for step in (3, 4) for one in Past(loop.job_dir).batch(step).trajectories]
+        spec = child_spec(loop, 2, same_batches=True, objective={"advantage": {"zero_variance": "drop"}})
+        child = await fork_of(loop, spec, {(key.group, key.member): 1.0 for key in fed})
+        await serve(child, ends="failed")
+        job = await loop.store.jobs.get(child.job)
+    assert job.status_reason is not None
+    assert job.status_reason.code == "all_rewards_equal"
+    assert "fed for step 3" in job.status_reason.message
 
 
 async def test_a_fork_needs_its_parent_no_more(
