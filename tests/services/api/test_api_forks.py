@@ -112,6 +112,11 @@ async def test_a_repeated_fork_makes_one_job(http: httpx.AsyncClient, job: str) 
         ({"step": 2, "last": 2, "same_batches": True}, 422, "2 is not after the step 2"),
         ({"step": 2, "last": 9, "same_batches": True}, 409, "step 7: its batch is not kept"),
         ({"step": 2, "without": ["999"], "same_batches": True}, 422, "group 999: not in the batches that it would be"),
+        (
+            {"step": 2, "without": [""], "same_batches": True},
+            422,
+            "without[0]: string should have at least 1 character",
+        ),
         ({"step": 2, "without": ["frm"], "same_batches": True}, 422, "a reward part 'frm': not in the batches"),
     ],
 )

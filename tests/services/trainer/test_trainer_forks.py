@@ -19,6 +19,7 @@ from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
+from services.files.erasing import erase, of_member
 from services.files.job_dir import JobDir
 from services.files.origin import plan
 from tests.core.learner_support import write_model
@@ -179,6 +180,23 @@ async def test_a_fork_that_is_fed_nothing_to_train_fails_with_the_reason(
     assert job.status_reason is not None
     assert job.status_reason.code == "all_rewards_equal"
     assert "fed for step 3" in job.status_reason.message
+
+
+async def test_what_was_erased_is_fed_to_no_fork_that_does_not_leave_it_out(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before it is made, and one that leaves the episode out trains that step, and again."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        theirs, key = JobDir(loop.job_dir), Past(loop.job_dir).batch(4).trajectories[0].key
+        erase(theirs, loop.job, of_member(key.group, key.member), {}, safe_until=None)
+        with pytest.raises(NotKept, match=rf"{key.group}/{key.member}: a fork can leave them out, or be fed .* step 3"):
+            plan(theirs, 2, same_batches=True)
+        assert plan(theirs, 2, last=3, same_batches=True).ahead == (3,)
+        without = [f"{key.group}/{key.member}"]
+        child = await fork_of(loop, child_spec(loop, 2, same_batches=True, fed={"without": without}))
+        await serve(child)
+    assert replay(Past(child.job_dir), Question(4, 4)).is_same
 
 
 async def test_a_fork_needs_its_parent_no_more(
