@@ -129,6 +129,22 @@ async def test_what_cannot_be_forked_is_refused_and_nothing_is_made(
     assert len((await http.get("/v1/jobs")).json()["data"]) == 1
 
 
+async def test_a_dry_run_of_a_job_with_a_parent_looks_at_the_parent(
+    http: httpx.AsyncClient, job: str, made: MadePast
+) -> None:
+    """It said that the job was valid, and the job was refused."""
+    spec = made.spec.model_dump(mode="json") | {"steps": 9}
+    for at, status in (
+        ({"step": 3, "without": ["999"]}, 422),
+        ({"step": 7}, 409),
+        ({"step": 3, "job": "job_x"}, 404),
+        ({"step": 3}, 200),
+    ):
+        body = spec | {"parent": {"job": job, "same_batches": True} | at}
+        answer = await http.post("/v1/jobs?dry_run=true", json=body)
+        assert answer.status_code == status, answer.text
+
+
 async def test_a_dry_run_refuses_what_the_fork_would_be_refused_for(http: httpx.AsyncClient, job: str) -> None:
     body = {"step": 3, "set": {"steps": 10**8}}
     for query in ({}, {"dry_run": True}):
