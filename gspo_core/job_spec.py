@@ -212,6 +212,10 @@ class CheckpointSpec(Documented):
         return self.keep_every is not None and step % self.keep_every == 0
 
 
+LeftOut = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+"""A group, an episode or a part of the reward."""
+
+
 class ParentSpec(Documented):
     """The job that a job was forked from, and where. What it needs of the parent's files is brought along."""
 
@@ -223,9 +227,7 @@ class ParentSpec(Documented):
     """It is first trained on the batches that the parent was trained on after this step, as far as they are kept."""
     last: PositiveInt | None = Field(default=None, exclude_if=is_none)
     """The step whose batch is the last of these. Left out: as far as they are kept."""
-    without: tuple[Annotated[str, StringConstraints(min_length=1, max_length=128)], ...] = Field(
-        default=(), max_length=MOST_WITHOUT, exclude_if=lambda without: not without
-    )
+    without: tuple[LeftOut, ...] = Field(default=(), max_length=MOST_WITHOUT, exclude_if=lambda without: not without)
     """What these batches lack: groups (`130`), episodes (`130/4`), parts of the reward by their name."""
     rewards: Digest | None = Field(default=None, exclude_if=is_none)
     """Digest of the rewards that episodes in these batches were given in place of their own. The service sets it."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from gspo_core.json_value import JSON
 from gspo_core.live_settings import is_setting
-from gspo_core.log.batches import LoggedBatch, LoggedSettings
+from gspo_core.log.batches import BatchExtra, LoggedBatch, LoggedSettings
 from gspo_core.problems import near, problems
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Trajectory
@@ -32,6 +32,8 @@ _STANDS_FOR: Mapping[str, tuple[str, ...]] = {
 # What a step that is trained again reads of a specification. ``rollout`` for its cap, ``steps`` for the schedule.
 TRAINED_SECTIONS = frozenset({"objective", "optimizer", "learner", "seed", "steps"})
 TRAINED_KEYS = frozenset({"rollout.staleness_cap", "rollout.max_staleness"})
+LEFT_OUT = "left_out"
+"""Why a group is dropped that a fork is not fed, among the reasons of a log."""
 
 
 class ImpossibleChange(ValueError):
@@ -189,19 +191,31 @@ def with_reward(episode: Trajectory, reward: float | None, parts: Mapping[str, f
 
 
 def lessened(batch: LoggedBatch, without: Without) -> LoggedBatch:
-    """The batch as another job is fed it: without the rest, and without groups that have nobody left.
+    """The batch as another job is fed it: without the rest, and without groups that have nobody left. Those count as
+    dropped, so that they are not owed and played again. The batch itself where nothing of it changes.
 
     Raises ImpossibleChange.
     """
-    if not without:
+    kept = tuple(group for group in changed_batch(batch, without).groups if group.trajectories)
+    if _are_same(kept, batch.groups):
         return batch
-    changed = changed_batch(batch, without)
-    if changed is batch:
-        return batch
-    kept = tuple(group for group in changed.groups if group.trajectories)
     if not kept:
         raise ImpossibleChange(f"step {batch.step}: nothing of its batch would be left")
-    return replace(batch, groups=kept)
+    return replace(batch, groups=kept, extra=_extra_of(kept, batch))
+
+
+def _extra_of(kept: Sequence[Group], batch: LoggedBatch) -> BatchExtra:
+    """What is said of the batch where no more than ``kept`` is left of it."""
+    extra: BatchExtra = {**batch.extra}
+    if gone := sorted({group.group for group in batch.groups} - {group.group for group in kept}):
+        dropped = batch.extra.get("dropped", {})
+        extra["dropped"] = {**dropped, LEFT_OUT: sorted([*dropped.get(LEFT_OUT, ()), *gone])}
+    members = {(one.key.group, one.key.member) for group in kept for one in group}
+    if "erased" in extra:
+        extra["erased"] = [[group, member] for group, member in extra["erased"] if (group, member) in members]
+        if not extra["erased"]:
+            del extra["erased"]
+    return extra
 
 
 def missing(without: Without, batches: Sequence[LoggedBatch]) -> Iterator[str]:

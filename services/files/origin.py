@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_core.log import layout
+from gspo_core.log.batches import ErasedStep, LoggedBatch, require_whole
 from gspo_core.log.changes import ImpossibleChange, Without, lessened, missing
 from gspo_core.replay.past import NotKept, Past, PastError
 from gspo_core.spec import ParentSpec
@@ -42,8 +43,13 @@ class ForkPlan:
     """Steps whose batches the child may be fed."""
 
 
-def plan(parent: JobDir, step: int, last: int | None = None, without: Without | None = None) -> ForkPlan:
-    """``last``, ``without``: of the batches that the child may be fed. Raises PastError, ImpossibleChange."""
+def plan(
+    parent: JobDir, step: int, last: int | None = None, without: Without | None = None, *, same_batches: bool = False
+) -> ForkPlan:
+    """``last``, ``without``: of the batches that the child may be fed, and with ``same_batches`` is.
+
+    Raises PastError, ImpossibleChange.
+    """
     past = Past(parent.path)
     start, num_replayed = past.journey_to(step)
     ahead = list[int]()
@@ -57,7 +63,19 @@ def plan(parent: JobDir, step: int, last: int | None = None, without: Without | 
             raise ImpossibleChange(f"{', '.join(absent)}: not in the batches that it would be fed")
         for batch in batches:
             lessened(batch, without)
+    for number in ahead if same_batches else ():
+        if not past.is_whole(number):
+            _require_whole(lessened(past.batch(number), without or Without()))
     return ForkPlan(step, start, num_replayed, tuple(ahead))
+
+
+def _require_whole(batch: LoggedBatch) -> None:
+    """Raises NotKept."""
+    try:
+        require_whole(batch)
+    except ErasedStep as error:
+        before = f", or be fed the batches up to step {batch.step - 1}"
+        raise NotKept(f"{error}: a fork can leave them out{before}") from None
 
 
 def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None = None) -> ForkPlan:
@@ -74,7 +92,7 @@ def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None
 
 def _bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards) -> ForkPlan:
     without = Without.parse(at.without)
-    found, past = plan(parent, at.step, at.last, without), Past(parent.path)
+    found, past = plan(parent, at.step, at.last, without, same_batches=at.same_batches), Past(parent.path)
     start, way = past.way_to(at.step)
     fed = found.ahead if at.same_batches else ()
     require_known(rewards, past, fed)

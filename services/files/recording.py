@@ -55,7 +55,7 @@ def changed_log(past: Past, step: int, rewards: Rewards, without: Without) -> by
 
     Raises PastError, NoSuchEpisode, ImpossibleChange.
     """
-    batch = past.whole_batch(step)
+    batch = past.batch(step)  # what was erased of it may be what is left out
     changed = lessened(rescored(batch, rewards), without)
     return None if changed is batch else b"".join(encode_batch(changed.position, changed.groups, changed.extra))
 

@@ -210,11 +210,17 @@ class JobRun:
             self._context.tuning,
             self._services.clock,
         )
+        started, batch = clock(), logged_sequences(logged, self._spec.objective.advantage)
+        if not batch.sequences:  # before it is logged: nobody could train the log again
+            raise JobFailure(
+                "all_rewards_equal",
+                f"nothing of the batch that it is fed for step {logged.step} is trained: the rewards of each group are "
+                "equal, and objective.advantage.zero_variance is drop",
+            )
         extra: BatchExtra = {**logged.extra, "settings": tuning.logged(), "computed": computing(self._spec)}
         await self._disk.write(
             f"the batch of step {logged.step}", log.write, epoch, logged.step, list(logged.groups), extra
         )
-        started, batch = clock(), logged_sequences(logged, self._spec.objective.advantage)
         metrics = data_metrics(batch, logged.groups, self._spec.rollout.staleness_cap)
         metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         settle(self._lineage, logged)
@@ -243,6 +249,8 @@ class JobRun:
         await status.started()
         if not await self._is_over(learner):
             await evaluator.play(self._lineage.step, self._context.newest.version)
+        num_trained = self._lineage.num_published + self._num_unpublished
+        self._admission.num_beyond = num_trained - self._lineage.step * self._spec.groups_per_step
         await self._admission.dispatch_again()
         await self._admission.admit()
         self.phase.enter(Phase.STEPPING)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
-from gspo_core.job_spec import MOST_WITHOUT
+from gspo_core.job_spec import MOST_WITHOUT, LeftOut
 from gspo_core.spec import JobSpec, ParentSpec, RecordedSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
@@ -38,7 +38,7 @@ class ForkRequest(BaseModel):
     """Train it first on the batches that the parent was trained on after this step, as far as they are kept."""
     last: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     """With `same_batches`: the step whose batch is the last. Left out: as far as they are kept."""
-    without: Annotated[list[str], Field(max_length=MOST_WITHOUT)] = Field(default_factory=list)
+    without: Annotated[list[LeftOut], Field(max_length=MOST_WITHOUT)] = Field(default_factory=list)
     """With `same_batches`: what these batches lack, as in a replay: groups (`130`), episodes (`130/4`), parts of the
     reward by their name."""
     rewards: Annotated[dict[str, FiniteFloat], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)

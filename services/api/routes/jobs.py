@@ -116,6 +116,10 @@ async def submit(
         spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
         await submitting.check_model(context, spec)
         spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+        if spec.parent is not None:
+            from services.api.submission import forking  # few submissions are forks
+
+            await forking.planned(context, spec, caller)
         plan = await _plan(spec.named(), context, query.gpus)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())

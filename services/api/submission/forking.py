@@ -49,9 +49,8 @@ async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller) -> F
     """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
     await _seen(context, at, caller)
     try:
-        return await asyncio.to_thread(
-            plan, context.history.job_dir(at.job), at.step, at.last, Without.parse(at.without)
-        )
+        theirs, without = context.history.job_dir(at.job), Without.parse(at.without)
+        return await asyncio.to_thread(plan, theirs, at.step, at.last, without, same_batches=at.same_batches)
     except ImpossibleChange as error:
         raise invalid([Problem("validation_failed", ("without",), str(error))]) from error
     except PastError as error:

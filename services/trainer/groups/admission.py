@@ -38,6 +38,9 @@ class Admission:
         """Open groups that this process dispatched, with the published step at that time."""
         self.num_excused = 0
         """Groups that wait for nothing but rewards, when groups were admitted last."""
+        self.num_beyond = 0
+        """Groups that the steps so far have taken beyond ``groups_per_step`` each: the parent of a fork may have taken
+        more or fewer, and what a fork is fed may lack some."""
 
     async def admit(self) -> None:
         """Start as many groups as pacing allows, but no more than the job will train."""
@@ -68,7 +71,8 @@ class Admission:
         )
         if self._context.phase.manner is not None:
             return
-        still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
+        num_trained = spec.steps * spec.groups_per_step + self.num_beyond
+        still_needed = num_trained + lineage.num_dropped - lineage.num_dispatched
         still_needed += self.num_excused  # the last step waits for none of them
         if not spec.rollout.max_staleness and not await self._engines_follow():
             return

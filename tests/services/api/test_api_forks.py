@@ -114,6 +114,11 @@ async def test_a_repeated_fork_makes_one_job(http: httpx.AsyncClient, job: str) 
         ({"step": 2, "last": 2, "same_batches": True}, 422, "2 is not after the step 2"),
         ({"step": 2, "last": 9, "same_batches": True}, 409, "step 7: its batch is not kept"),
         ({"step": 2, "without": ["999"], "same_batches": True}, 422, "group 999: not in the batches that it would be"),
+        (
+            {"step": 2, "without": [""], "same_batches": True},
+            422,
+            "without[0]: string should have at least 1 character",
+        ),
         ({"step": 2, "without": ["frm"], "same_batches": True}, 422, "a reward part 'frm': not in the batches"),
     ],
 )
@@ -124,6 +129,22 @@ async def test_what_cannot_be_forked_is_refused_and_nothing_is_made(
     assert answer.status_code == status, answer.text
     assert said in error_of(answer)["message"]
     assert len((await http.get("/v1/jobs")).json()["data"]) == 1
+
+
+async def test_a_dry_run_of_a_job_with_a_parent_looks_at_the_parent(
+    http: httpx.AsyncClient, job: str, made: MadePast
+) -> None:
+    """It said that the job was valid, and the job was refused."""
+    spec = made.spec.model_dump(mode="json") | {"steps": 9}
+    for at, status in (
+        ({"step": 3, "without": ["999"]}, 422),
+        ({"step": 7}, 409),
+        ({"step": 3, "job": "job_x"}, 404),
+        ({"step": 3}, 200),
+    ):
+        body = spec | {"parent": {"job": job, "same_batches": True} | at}
+        answer = await http.post("/v1/jobs?dry_run=true", json=body)
+        assert answer.status_code == status, answer.text
 
 
 async def test_a_dry_run_refuses_what_the_fork_would_be_refused_for(http: httpx.AsyncClient, job: str) -> None:

@@ -36,6 +36,7 @@ from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir, JobsDir
 from services.files.origin import bring
+from services.files.recording import Rewards
 from services.files.weights import WeightStore
 from services.state.queue import Append, Bus, EpisodeLease, Fenced
 from services.state.store import Claim, JobNotFound, Store
@@ -486,12 +487,12 @@ def child_spec(
     return JobSpec.model_validate(parent.spec.model_dump() | {"parent": at} | changes)
 
 
-async def fork_of(parent: Loop, spec: JobSpec) -> Loop:
+async def fork_of(parent: Loop, spec: JobSpec, rewards: Rewards | None = None) -> Loop:
     """As the API makes it: what it needs is brought before it is accepted."""
     assert spec.parent is not None
     job = f"{parent.job}f"
     ours = JobDir(parent.job_dir.parent / job)
-    bring(JobDir(parent.job_dir), ours, spec.parent)
+    bring(JobDir(parent.job_dir), ours, spec.parent, rewards)
     await parent.store.jobs.create(spec.model_dump_json(), job_id=job)
     await parent.store.environments.describe(job, 0, DESCRIPTION)
     return replace(parent, job=job, job_dir=ours.path, spec=spec)

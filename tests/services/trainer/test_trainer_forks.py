@@ -19,6 +19,7 @@ from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
+from services.files.erasing import erase, of_member
 from services.files.job_dir import JobDir
 from services.files.origin import plan
 from tests.core.learner_support import write_model
@@ -141,11 +142,61 @@ async def test_a_fork_is_fed_its_parents_batches_without_a_group_and_then_sample
     assert [group.group for group in ours.batch(3).groups] == [group.group for group in fed.groups[1:]]
     assert member not in {one.key for one in ours.batch(3).trajectories}
     assert ours.batch(4).trajectories[0].key.job == child.job, "after that it plays"
+    assert culprit not in {group.group for step in (4, 5) for group in ours.batch(step).groups}, "it is owed no more"
+    assert ours.batch(3).extra["dropped"] == {"left_out": [culprit]}
     assert [group.group for group in before.groups] == [group.group for group in fed.groups]
     otherwise = replay(Past(loop.job_dir), Question(3, 3, without=Without.parse(without)))
     [row] = [one for one in await loop.store.metrics.read(child.job) if one["step"] == 3]
     assert otherwise.losses_otherwise[0] == row["gspo/loss"]
     assert theirs.steps() == BatchLog(JobDir(loop.job_dir)).steps()
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 9), (4, 5)])
+async def test_a_fork_may_take_other_numbers_of_groups(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int, steps: int
+) -> None:
+    """Its parent had started more groups than such steps take by then, or fewer."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 3, groups_per_step=size, steps=steps))
+        async with played(child):
+            await serve(child)
+    ours, num_before = Past(child.job_dir), sum(len(Past(loop.job_dir).batch(step).groups) for step in (1, 2, 3))
+    assert [len(ours.batch(step).groups) for step in ours.batches] == [size] * (steps - 3)
+    assert ours.batch(steps).extra["num_dispatched"] == num_before + size * (steps - 3)
+
+
+async def test_a_fork_that_is_fed_nothing_to_train_fails_with_the_reason(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rewards are all the same, and it drops such groups."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        fed = [one.key for step in (3, 4) for one in Past(loop.job_dir).batch(step).trajectories]
+        spec = child_spec(loop, 2, same_batches=True, objective={"advantage": {"zero_variance": "drop"}})
+        child = await fork_of(loop, spec, {(key.group, key.member): 1.0 for key in fed})
+        await serve(child, ends="failed")
+        job = await loop.store.jobs.get(child.job)
+    assert job.status_reason is not None
+    assert job.status_reason.code == "all_rewards_equal"
+    assert "fed for step 3" in job.status_reason.message
+
+
+async def test_what_was_erased_is_fed_to_no_fork_that_does_not_leave_it_out(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before it is made, and one that leaves the episode out trains that step, and again."""
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        theirs, key = JobDir(loop.job_dir), Past(loop.job_dir).batch(4).trajectories[0].key
+        erase(theirs, loop.job, of_member(key.group, key.member), {}, safe_until=None)
+        with pytest.raises(NotKept, match=rf"{key.group}/{key.member}: a fork can leave them out, or be fed .* step 3"):
+            plan(theirs, 2, same_batches=True)
+        assert plan(theirs, 2, last=3, same_batches=True).ahead == (3,)
+        without = [f"{key.group}/{key.member}"]
+        child = await fork_of(loop, child_spec(loop, 2, same_batches=True, fed={"without": without}))
+        await serve(child)
+    assert replay(Past(child.job_dir), Question(4, 4)).is_same
 
 
 async def test_a_fork_needs_its_parent_no_more(
