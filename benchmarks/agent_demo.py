@@ -64,9 +64,10 @@ took 1.15, 1.34 and 3.15 times the training time at loads from 6 to 22. Since th
 rows without a commit, which are older, the environment always went first. Seed 869374 then, with nothing else running
 and the agent first: 35.8 s and 53.4 s (1.49; load 2.3 / 3.5 / 3.3), one run each.
 
-The five seeds at 80978bc60a were run after gateway and hosts had come to compute a quarter less; the median is 1.32. The
-machine's own speed changed by up to twice between them (the same model took 47 s to make, and 100): engine and trainer do
-the same in both runs, and the agent's run took 6 to 12 % less CPU for them in the first three, but 15 % more for 876633.
+The five seeds at 80978bc60a were run after gateway and hosts had come to compute a quarter less; the median is 1.32.
+The machine's own speed changed by up to twice between them (the same model took 47 s to make, and 100): engine and
+trainer do the same in both runs, and the agent's run took 6 to 12 % less CPU for them where it is within 1.5, and 4 and
+15 % more in the two that are not.
 
 ## Where the time goes
 
