@@ -39,8 +39,7 @@ class ForkCalls(Protocol):
         ``same_batches`` it is first trained on what its parent was trained on, up to the step ``last`` (None: as far as
         it is kept), ``without`` groups (``349``), episodes (``349/2``) or parts of the reward, and with ``rewards`` in
         place of those of episodes."""
-        body = _fork(step, changes, same_batches, last, without)
-        body |= {"name": name} | ({"rewards": dict(rewards)} if rewards else {})
+        body = _fork(step, changes, same_batches, last, without, rewards) | {"name": name}
         return self._ask(Job, "POST", _path(job_id, "fork"), json=body, headers=_once(idempotency_key))
 
     def plan_fork(
@@ -52,9 +51,10 @@ class ForkCalls(Protocol):
         same_batches: bool = False,
         last: int | None = None,
         without: Sequence[str] = (),
+        rewards: Mapping[str, float] | None = None,
     ) -> ForkPlan:
         """Say what a fork would take; create nothing."""
-        body = _fork(step, changes, same_batches, last, without)
+        body = _fork(step, changes, same_batches, last, without, rewards)
         return self._ask(ForkPlan, "POST", _path(job_id, "fork"), params={"dry_run": "true"}, json=body)
 
     def retrain(
@@ -104,10 +104,12 @@ def _fork(
     same_batches: bool,
     last: int | None,
     without: Sequence[str],
+    rewards: Mapping[str, float] | None,
 ) -> dict[str, JSON]:
     """A service of an older release refuses what it does not know: it is not told what was not asked."""
     told: dict[str, JSON] = {"last": last} if last is not None else {}
     told |= {"without": list(without)} if without else {}
+    told |= {"rewards": dict(rewards)} if rewards else {}
     return {"step": step, "set": dict(changes or {}), "same_batches": same_batches, **told}
 
 

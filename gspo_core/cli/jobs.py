@@ -170,7 +170,9 @@ def fork(
         raise CommandError(f"{acting[0]}: of what it is fed; add --same-batches")
     job_id = job_meant(url, named)
     with connected(url) as client:
-        plan = client.plan_fork(job_id, step, changes=changes, same_batches=same_batches, last=last, without=without)
+        plan = client.plan_fork(
+            job_id, step, changes=changes, same_batches=same_batches, last=last, without=without, rewards=given
+        )
         begins = "the base model" if plan["from_checkpoint"] is None else f"checkpoint {plan['from_checkpoint']}"
         fed = f", then {plan['same_batches']} of its parent's batches" if same_batches else ""
         fed += f" without {', '.join(without)}" if without else ""

@@ -39,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     past = Past(folder_of(arguments.job, arguments.data_dir), arguments.model)
+    if arguments.to is not None and arguments.to.exists():  # before the work, which may take long
+        raise CommandError(f"{arguments.to} is there already")
     try:
         steps = kept_range(past, arguments.first, arguments.last)
         rows = list(rescore(past, chosen_reward(arguments.reward, past.spec), steps, decoder_of(past.spec)))
@@ -62,8 +64,10 @@ def chosen_reward(ref: str | None, spec: JobSpec) -> Reward:
 def load_named(ref: str) -> object:
     """Raises CommandError."""
     name, _, function = ref.rpartition(":")
+    if name and not Path(name).is_file():
+        raise CommandError(f"{ref}: there is no file {name}")
     spec = importlib.util.spec_from_file_location("reward_of_" + Path(name).stem, name) if name else None
-    if spec is None or spec.loader is None or not Path(name).is_file():
+    if spec is None or spec.loader is None:
         raise CommandError(f"{ref}: write FILE.py:NAME, of a class or a function")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

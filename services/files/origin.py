@@ -44,11 +44,18 @@ class ForkPlan:
 
 
 def plan(
-    parent: JobDir, step: int, last: int | None = None, without: Without | None = None, *, same_batches: bool = False
+    parent: JobDir,
+    step: int,
+    last: int | None = None,
+    without: Without | None = None,
+    *,
+    same_batches: bool = False,
+    rewards: Rewards | None = None,
 ) -> ForkPlan:
-    """``last``, ``without``: of the batches that the child may be fed, and with ``same_batches`` is.
+    """``last``, ``without``: of the batches that the child may be fed, and with ``same_batches`` is; ``rewards``: of
+    episodes in those that it is fed.
 
-    Raises PastError, ImpossibleChange.
+    Raises PastError, ImpossibleChange, NoSuchEpisode.
     """
     past = Past(parent.path)
     start, num_replayed = past.journey_to(step)
@@ -66,6 +73,7 @@ def plan(
     for number in ahead if same_batches else ():
         if not past.is_whole(number):
             _require_whole(lessened(past.batch(number), without or Without()))
+    require_known(rewards or {}, past, ahead if same_batches else (), without)
     return ForkPlan(step, start, num_replayed, tuple(ahead))
 
 
@@ -92,10 +100,10 @@ def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None
 
 def _bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards) -> ForkPlan:
     without = Without.parse(at.without)
-    found, past = plan(parent, at.step, at.last, without, same_batches=at.same_batches), Past(parent.path)
+    found = plan(parent, at.step, at.last, without, same_batches=at.same_batches, rewards=rewards)
+    past = Past(parent.path)
     start, way = past.way_to(at.step)
     fed = found.ahead if at.same_batches else ()
-    require_known(rewards, past, fed)
     with whole_directory(child.origin.path) as target:
         for name in _names(parent, past, start, [*way, *fed]):
             _link(parent.path / name, target / name)

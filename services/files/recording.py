@@ -60,9 +60,10 @@ def changed_log(past: Past, step: int, rewards: Rewards, without: Without) -> by
     return None if changed is batch else b"".join(encode_batch(changed.position, changed.groups, changed.extra))
 
 
-def require_known(rewards: Rewards, past: Past, steps: Iterable[int]) -> None:
-    """Raises NoSuchEpisode, PastError."""
-    if rewards and (wrong := unknown(rewards, map(past.batch, steps))):
+def require_known(rewards: Rewards, past: Past, steps: Iterable[int], without: Without | None = None) -> None:
+    """``without``: what is left out of these steps is not there. Raises NoSuchEpisode, PastError, ImpossibleChange."""
+    taken = (rescored(lessened(past.batch(step), without or Without()), rewards) for step in steps)
+    if rewards and (wrong := unknown(rewards, taken)):
         raise NoSuchEpisode(f"there is no episode {', '.join(wrong[:5])} in the steps that are taken")
 
 

@@ -79,3 +79,17 @@ def test_the_command_sums_up(past: MadePast, tmp_path: Path, capsys: pytest.Capt
     assert {row["other_reward"] for row in rows} <= {0.0, 1.0}
     assert main([*arguments[:3], f"{file}:none"]) == 1
     assert main([*arguments[:3], "none"]) == 1
+    assert "write FILE.py:NAME" in capsys.readouterr().err
+    assert main([*arguments[:3], f"{tmp_path}/none.py:score"]) == 1
+    assert f"there is no file {tmp_path}/none.py" in capsys.readouterr().err
+
+
+def test_where_the_rewards_go_is_looked_at_before_an_episode_is_judged(
+    past: MadePast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, reward = tmp_path / "rewards.json", tmp_path / "mine.py"
+    target.write_text("{}")
+    reward.write_text("def score(episode):\n    raise AssertionError('it was asked')\n")
+    assert main(["rescore", str(past.folder), "--reward", f"{reward}:score", "--to", str(target)]) == 1
+    assert "rewards.json is there already" in capsys.readouterr().err
+    assert target.read_text() == "{}"

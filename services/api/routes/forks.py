@@ -109,11 +109,12 @@ async def fork(
     try:
         spec = forking.child_of(parent, at, wanted.name, wanted.set)
     except RequestRefused:
-        await forking.require_kept(context, at, caller)  # else what is said of its settings is beside the point
+        # Else what is said of its settings is beside the point.
+        await forking.require_kept(context, at, caller, rewards)
         raise
     if query.dry_run:
         submitting.require_reasonable(spec)
-        found = await forking.planned(context, spec, caller)
+        found = await forking.planned(context, spec, caller, rewards)
         plan = ForkPlanView(
             parent=id,
             step=at.step,

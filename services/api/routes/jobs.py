@@ -112,15 +112,7 @@ async def submit(
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
     if query.dry_run:
-        submitting.require_reasonable(spec)
-        spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
-        await submitting.check_model(context, spec)
-        spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-        if spec.parent is not None:
-            from services.api.submission import forking  # few submissions are forks
-
-            await forking.planned(context, spec, caller)
-        plan = await _plan(spec.named(), context, query.gpus)
+        plan = await _plan(await _pinned(spec, caller, context), context, query.gpus)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
     job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
@@ -257,6 +249,23 @@ def parent_of(job: JobRecord) -> str | None:
     """The job that it was forked from, or whose episodes it is trained on."""
     parent = job.spec_data.get("parent") or job.spec_data.get("recorded")
     return None if parent is None else str(parent["job"])
+
+
+async def _pinned(spec: JobSpec, caller: Caller, context: ApiContext) -> JobSpec:
+    """The specification as it would be accepted. Raises RequestRefused, JobNotFound."""
+    submitting.require_reasonable(spec)
+    spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
+    await submitting.check_model(context, spec)
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+    if spec.parent is not None:
+        from services.api.submission import forking  # few submissions are forks
+
+        await forking.planned(context, spec, caller, {})
+    if spec.recorded is not None:
+        from services.api.submission import recording  # as few are trained on another's episodes
+
+        spec = await recording.planned(context, spec, caller)
+    return spec.named()
 
 
 async def _plan(spec: JobSpec, context: ApiContext, gpus: str | None) -> PlanView:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -39,20 +40,24 @@ def child_of(parent: JobRecord, at: ParentSpec, name: str | None, changes: Mappi
         raise invalid(problems(error, JobSpec, data)) from error
 
 
-async def planned(context: ApiContext, spec: JobSpec, caller: Caller) -> ForkPlan:
+async def planned(context: ApiContext, spec: JobSpec, caller: Caller, rewards: Rewards) -> ForkPlan:
     """What it takes to begin ``spec``, which has a parent. Raises RequestRefused, JobNotFound."""
+    _require_own_rewards(_at(spec), rewards)
     await _parent(context, spec, caller)
-    return await require_kept(context, _at(spec), caller)
+    return await require_kept(context, _at(spec), caller, rewards)
 
 
-async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller) -> ForkPlan:
+async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller, rewards: Rewards) -> ForkPlan:
     """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
     await _seen(context, at, caller)
+    theirs, without = context.history.job_dir(at.job), Without.parse(at.without)
+    planning = partial(plan, same_batches=at.same_batches, rewards=rewards)
     try:
-        theirs, without = context.history.job_dir(at.job), Without.parse(at.without)
-        return await asyncio.to_thread(plan, theirs, at.step, at.last, without, same_batches=at.same_batches)
+        return await asyncio.to_thread(planning, theirs, at.step, at.last, without)
     except ImpossibleChange as error:
         raise invalid([Problem("validation_failed", ("without",), str(error))]) from error
+    except NoSuchEpisode as error:
+        raise invalid([Problem("validation_failed", ("rewards",), str(error))]) from error
     except PastError as error:
         raise RequestRefused(409, "step_not_kept", str(error), param="step", headers=FINAL) from error
 
@@ -60,9 +65,7 @@ async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller) -> F
 async def bring_parent(context: ApiContext, spec: JobSpec, caller: Caller, job_id: str, rewards: Rewards) -> None:
     """Bring a job what it needs of its parent, unless it has that. Raises RequestRefused, JobNotFound."""
     at = _at(spec)
-    if (at.rewards is not None) != bool(rewards):
-        message = "rewards come with POST /v1/jobs/{id}/fork"
-        raise invalid([Problem("validation_failed", ("parent", "rewards"), message)])
+    _require_own_rewards(at, rewards)
     parent = await _parent(context, spec, caller)
     theirs, ours = (context.history.job_dir(one) for one in (parent.id, job_id))
     if ours.origin.path.is_dir():  # an earlier request of the same key got as far
@@ -75,6 +78,13 @@ async def bring_parent(context: ApiContext, spec: JobSpec, caller: Caller, job_i
         raise invalid([Problem("validation_failed", ("rewards",), str(error))]) from error
     except PastError as error:
         raise RequestRefused(409, "step_not_kept", str(error), param="parent.step", headers=FINAL) from error
+
+
+def _require_own_rewards(at: ParentSpec, rewards: Rewards) -> None:
+    """Of which the specification holds the digest alone."""
+    if (at.rewards is not None) != bool(rewards):
+        message = "rewards come with POST /v1/jobs/{id}/fork"
+        raise invalid([Problem("validation_failed", ("parent", "rewards"), message)])
 
 
 async def _seen(context: ApiContext, at: ParentSpec, caller: Caller) -> JobRecord:

@@ -119,6 +119,12 @@ async def completed(context: ApiContext, spec: JobSpec, caller: Caller, held: Jo
     return _with(spec, at.model_copy(update={"first": steps[0], "last": steps[-1]}), num_steps)
 
 
+def _require_own_rewards(at: RecordedSpec, rewards: Rewards) -> None:
+    """Of which the specification holds the digest alone."""
+    if at.traces or (at.rewards is not None) != bool(rewards):
+        raise _invalid("recorded", "rewards and traces come with POST /v1/jobs/{id}/retrain")
+
+
 def _with(spec: JobSpec, at: RecordedSpec, num_steps: int) -> JobSpec:
     data = spec.model_dump(mode="json") | {"recorded": at.model_dump(mode="json"), "steps": num_steps}
     try:
@@ -127,13 +133,20 @@ def _with(spec: JobSpec, at: RecordedSpec, num_steps: int) -> JobSpec:
         raise invalid(problems(error, JobSpec, data)) from error
 
 
+async def planned(context: ApiContext, spec: JobSpec, caller: Caller) -> JobSpec:
+    """A submitted job with the steps that its recording makes, as it would be accepted. Raises RequestRefused,
+    JobNotFound."""
+    if spec.recorded is not None:
+        _require_own_rewards(spec.recorded, {})
+    return await completed(context, spec, caller, None)
+
+
 async def bring_recorded(context: ApiContext, spec: JobSpec, caller: Caller, job_id: str, rewards: Rewards) -> None:
     """Bring a job the episodes that it is trained on, unless it has them. Raises RequestRefused, JobNotFound."""
     at, ours = spec.recorded, context.history.job_dir(job_id)
     if at is None or ours.recorded.path.is_dir():
         return
-    if at.traces or (at.rewards is not None) != bool(rewards):
-        raise _invalid("recorded", "rewards and traces come with POST /v1/jobs/{id}/retrain")
+    _require_own_rewards(at, rewards)
     await source_of(context, at, caller)
     steps = await steps_of(context, at)
     try:

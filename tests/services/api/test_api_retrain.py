@@ -92,6 +92,8 @@ async def test_a_submitted_job_names_another_jobs_episodes(
     """As many steps as there are batches, where it does not say."""
     spec = made.spec.model_dump(mode="json") | {"recorded": {"job": job, "first": 2}}
     del spec["steps"]
+    plan = await http.post("/v1/jobs", json=spec, params={"dry_run": True})
+    assert (plan.status_code, plan.json()["config"]["steps"]) == (200, 5)
     headers = {"Idempotency-Key": "k"}
     answers = [await http.post("/v1/jobs", json=spec, headers=headers) for _ in range(2)]
     assert {one.status_code for one in answers} == {201}, answers[0].text
@@ -144,12 +146,15 @@ async def test_a_specification_holds_no_rewards(
     http: httpx.AsyncClient, job: str, made: MadePast, recorded: dict[str, object], said: str
 ) -> None:
     spec = made.spec.model_dump(mode="json") | {"recorded": {"job": job} | recorded}
-    answer = await http.post("/v1/jobs", json=spec)
-    assert answer.status_code in (404, 422)
-    assert said in error_of(answer)["message"]
+    for query in ({"dry_run": True}, {}):
+        answer = await http.post("/v1/jobs", json=spec, params=query)
+        assert answer.status_code in (404, 422), query
+        assert said in error_of(answer)["message"]
 
 
-async def test_a_fork_may_be_fed_with_other_rewards(http: httpx.AsyncClient, job: str, tmp_path: Path) -> None:
+async def test_a_fork_may_be_fed_with_other_rewards(
+    http: httpx.AsyncClient, job: str, made: MadePast, tmp_path: Path
+) -> None:
     body = {"step": 2, "same_batches": True, "rewards": {FIRST: 0.125}}
     answer = await http.post(f"/v1/jobs/{job}/fork", json=body)
     assert answer.status_code == 201, answer.text
@@ -157,8 +162,15 @@ async def test_a_fork_may_be_fed_with_other_rewards(http: httpx.AsyncClient, job
     assert origin.batch(3).trajectories[0].reward == 0.125
     refused = await http.post(f"/v1/jobs/{job}/fork", json={**body, "same_batches": False})
     assert "set same_batches" in error_of(refused)["message"]
-    of_another_step = await http.post(f"/v1/jobs/{job}/fork", json={**body, "step": 3})
-    assert f"there is no episode {FIRST}" in error_of(of_another_step)["message"]
+    for absent in ({"step": 3}, {"without": [FIRST]}, {"without": [FIRST.partition("/")[0]]}, {"last": 2}):
+        for query in ({"dry_run": True}, {}):
+            not_there = await http.post(f"/v1/jobs/{job}/fork", json={**body, **absent}, params=query)
+            assert f"there is no episode {FIRST}" in error_of(not_there)["message"], (absent, query)
+    held = made.spec.model_dump(mode="json") | {"steps": 9}
+    held |= {"parent": {"job": job, "step": 2, "same_batches": True, "rewards": "0" * 64}}
+    for query in ({"dry_run": True}, {}):
+        answer = await http.post("/v1/jobs", json=held, params=query)
+        assert "come with POST /v1/jobs/{id}/fork" in error_of(answer)["message"], query
 
 
 async def record_trace(store: Store, job: str, key: str, trace: int, payloads: list[bytes]) -> None:
