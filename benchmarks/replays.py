@@ -35,8 +35,10 @@ from gspo_core.log import layout
 from gspo_core.replay.past import Past, PastError
 from gspo_core.replay.question import Question
 from gspo_core.replay.replaying import replay
+from tests.ladder.commit import commit_of
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 ROWS, PAGE = RESULTS / "replays.jsonl", RESULTS / "replays.md"
 TEXT = """# Steps trained again, bit for bit
 
@@ -85,6 +87,8 @@ class Row:
     problem: str = ""
     bundle: bool | None = None
     """Whether its bundle led to the same bytes; None where none was written."""
+    commit: str = ""
+    """Of the tree that replayed it; of older rows nothing is known."""
 
     @property
     def is_well(self) -> bool:
@@ -115,7 +119,7 @@ def draw(found: Sequence[Sequence[Place]], draws: int, rng: random.Random) -> li
     return chosen
 
 
-def look(place: Place, seed: int, *, bundles: bool) -> Row:
+def look(place: Place, seed: int, commit: str, *, bundles: bool) -> Row:
     past, began = Past(place.folder), time.perf_counter()
     batch = past.batch(place.step)
     num_ranks = batch.extra["computed"]["num_ranks"] if "computed" in batch.extra else 1
@@ -137,6 +141,7 @@ def look(place: Place, seed: int, *, bundles: bool) -> Row:
         seed=seed,
         problem="; ".join(one.problem for one in (found, opened) if one is not None and one.problem),
         bundle=None if opened is None else opened.is_same,
+        commit=commit,
     )
 
 
@@ -199,7 +204,16 @@ def _verdict(rows: Sequence[Row]) -> str:
     same = f"{sum(row.is_same for row in rows)} of {len(rows)} bit for bit"
     problems = Counter(row.problem or "the weights differ" for row in rows if not row.is_well)
     others = "".join(f"\n- {count}: {problem}" for problem, count in problems.most_common())
-    return f"{same}; a replay took {seconds[len(seconds) // 2]:.2f} s (median), at most {seconds[-1]:.2f} s.{others}"
+    median = f"{same}; a replay took {seconds[len(seconds) // 2]:.2f} s (median), at most {seconds[-1]:.2f} s."
+    return f"{median}{''.join(_at_commits(rows))}{others}"
+
+
+def _at_commits(rows: Sequence[Row]) -> Iterator[str]:
+    for commit in dict.fromkeys(row.commit for row in rows if row.commit):
+        some = [row for row in rows if row.commit == commit]
+        opened = [row.bundle for row in some if row.bundle is not None]
+        yield f" Of these, at commit {commit}: {sum(row.is_same for row in some)} of {len(some)},"
+        yield f" and {sum(opened)} of {len(opened)} bundles."
 
 
 def kept() -> list[Row]:
@@ -226,9 +240,10 @@ def main(argv: Iterable[str] | None = None) -> int:
     ]
     chosen = draw(left, given.draws, random.Random(seed))
     print(f"seed {seed}: {len(chosen)} of {sum(map(len, left))} steps", flush=True)
+    commit = commit_of(ROOT, (str(ROWS.relative_to(ROOT)), str(PAGE.relative_to(ROOT))))
     with ROWS.open("a" if given.more else "w") as file:
         for place in chosen:
-            rows.append(look(place, seed, bundles=given.bundles))
+            rows.append(look(place, seed, commit, bundles=given.bundles))
             file.write(f"{json.dumps(asdict(rows[-1]))}\n")
             file.flush()
             print(rows[-1], flush=True)
