@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.ladder.axes import TRAINED
+from tests.ladder.commit import WRITTEN
 from tests.ladder.covering import Pair
 from tests.ladder.job import Result
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tests.ladder.run import Ladder
 
 MIB = 2**20
-WRITTEN = ("benchmarks/results/ladder.json", "benchmarks/results/ladder.md")
 LEGEND = """Each row is a real job of
 two steps on the real stack. Rows with `j2` run two at a time, on two trainers and two engines. A row is named by the
 tokens of its prompt (`p`, exact after `=`), the tokens added to an observation (`o`), turns (`t`), tools (`f`), world,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ladder.commit import UNKNOWN, commit_of
-from tests.ladder.report import WRITTEN
+from tests.ladder.commit import UNKNOWN, WRITTEN, commit_of
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.ladder.axes import TRAINED
-from tests.ladder.report import WRITTEN, write_shape
+from tests.ladder.commit import WRITTEN
+from tests.ladder.report import write_shape
 
 
 def test_a_shape_that_is_measured_again_replaces_its_own_part_alone(tmp_path: Path) -> None:
