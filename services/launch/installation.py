@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.files.data_dir import DataDir
 from services.launch import topology
@@ -15,6 +16,8 @@ from services.launch.engine_command import EngineCommand
 from services.launch.placement import Member
 from services.launch.topology import Site
 
+CODE = Path(__file__).parents[2]
+"""Where processes that are started elsewhere find the code: a checkout, or the tree of an installed wheel."""
 ANYWHERE = "0.0.0.0"  # noqa: S104  # members on other machines call; engines, Redis and the API have keys
 
 

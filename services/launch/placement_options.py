@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Iterable
 
 from gspo_core.cli.command import CommandError
@@ -88,6 +89,12 @@ def add_whole(parser: argparse.ArgumentParser) -> None:
     add_counts(parser)
     add_engine(parser)
     add_cluster(parser)
+
+
+def model_of(arguments: argparse.Namespace) -> str:
+    """A folder of where the command is typed holds wherever a process starts; any other word is for the engines."""
+    model: str = arguments.model
+    return os.path.abspath(model) if os.path.isdir(model) else model
 
 
 def cluster_wanted(arguments: argparse.Namespace) -> Wanted:
