@@ -59,7 +59,7 @@ class Installation:
     def command(self, member: Member) -> list[str]:
         process = member.process
         if process is topology.REDIS:
-            return [self.redis_server, *self._redis_arguments(), *process.command(self.python, self.site)]
+            return [self.redis_server, *self._redis_arguments(member), *process.command(self.python, self.site)]
         if process is topology.ENGINE:
             return self._engine_command(member)
         if len(member.gang) * member.ranks > 1:
@@ -74,9 +74,12 @@ class Installation:
             )
         return process.command(self.python, self.site)
 
-    def _redis_arguments(self) -> list[str]:
+    def _redis_arguments(self, member: Member) -> list[str]:
         users = self.data_dir.secrets.secret("redis", "users.acl")
-        return ["--port", str(self.ports.redis), "--dir", str(self.data_dir.redis), "--aclfile", str(users)]
+        where = ["--port", str(self.ports.redis), "--dir", str(self.data_dir.redis), "--aclfile", str(users)]
+        # What it holds is there twice while it rewrites its file. Beyond what is reserved a batch system kills it, and
+        # would again each time that it has read the same file; a refused write is waited for.
+        return [*where, "--maxmemory", f"{member.memory_mb // 2}mb"]
 
     def _engine_command(self, member: Member) -> list[str]:
         values = {

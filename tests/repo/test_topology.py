@@ -45,6 +45,7 @@ from services.launch.topology import (
     HttpHealth,
     PingHealth,
     Process,
+    Share,
     Site,
     processes,
 )  # fmt: skip
@@ -486,6 +487,18 @@ def test_members_of_one_kind_have_an_address_each(tmp_path: Path) -> None:
     for member in whole.members:
         if "engine_urls" in member.process.reads:
             assert whole.environment(member)["GSPO_ENGINE_URLS"] == ",".join(urls)
+
+
+@pytest.mark.parametrize(("reserved_mb", "bound"), [(None, "1024mb"), (9000, "4500mb")])
+def test_a_redis_elsewhere_refuses_writes_before_it_has_used_up_what_is_reserved(
+    reserved_mb: int | None, bound: str, tmp_path: Path
+) -> None:
+    """Half: while it rewrites its file, there may be two of it."""
+    shares = {"redis": Share(memory_mb=reserved_mb)} if reserved_mb else {}
+    members = place(Wanted(shares=shares), Site.BATCH)
+    whole = Installation(members, ("10.0.0.1",), DataDir(tmp_path), "m", "python", "/redis-server")
+    (redis,) = [one for one in members if one.process is REDIS]
+    assert options(whole.command(redis))["--maxmemory"] == bound
 
 
 def test_a_batch_script_is_told_to_leave_early_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
