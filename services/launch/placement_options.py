@@ -31,6 +31,10 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollout-workers", type=int, default=1, help="rollout processes on each node (default: 1)")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", action="store_true", help="print what would run where, and start nothing")
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sglang",

@@ -74,6 +74,16 @@ def test_the_allocation_is_what_its_processes_need(tmp_path: Path, capsys: pytes
     assert "node 3  engine-23        GPU 7" in capsys.readouterr().err
 
 
+def test_its_plan_is_printed_and_no_script_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gspo.sbatch"
+    more = ("--model", "m", "--nodes", "4", "--gpus-per-node", "8", "--output", str(path), "--plan")
+    assert main(["launch", "slurm", "--data-dir", str(tmp_path), *more]) == 0
+    told = capsys.readouterr().out
+    assert "node 3  engine-23        GPU 7" in told
+    assert "#SBATCH --gres=gpu:8" in told.splitlines()
+    assert not path.exists()
+
+
 def test_a_container_and_further_options_are_those_of_every_step(tmp_path: Path) -> None:
     given = ("--model", "/models/m", "--container", "image.sqsh", "--srun", "exclusive", "container-writable")
     words = shlex.split(script(tmp_path, *given).read_text().split("slurm_run ", 1)[1].replace("\\\n", ""))

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="auto", help="of the cluster (default: the one of this machine)")
     placement_options.add_whole(parser)
     parser.add_argument("--ports", default=ports_option.DEFAULT, help="Redis, API, gateway, engines, trainers")
-    parser.add_argument("--plan", action="store_true", help="print what would run where, and start nothing")
+    placement_options.add_plan(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-task", type=int, help="cores on each node (default: what the processes need)")
     parser.add_argument("--mem", help="memory on each node, such as 900G (default: what the processes need)")
     parser.add_argument("--output", metavar="FILE", help="where to write the script (default: the terminal)")
+    placement_options.add_plan(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         directives = _directives(arguments, members)
     except PlacementError as error:
         raise CommandError(str(error)) from error
-    project, python = _what_runs(arguments)
     plan = described(members, nodes=arguments.nodes)
+    if arguments.plan:
+        print("\n".join((plan, *directives)))
+        return 0
+    project, python = _what_runs(arguments)
     script = _SCRIPT.format(
         directives="\n".join(directives),
         plan="\n".join(f"# {line.strip()}" for line in plan.splitlines()),
