@@ -25,7 +25,7 @@ from services.launch.placement_options import check_engine, check_kind, chosen_e
 from services.launch.topology import Site
 
 HELP = "run the stack on a Ray cluster"
-HOW_TO_INSTALL = "pip install 'gspo[ray]', in a checkout pip install -e '.[ray]'"
+HOW_TO_INSTALL = "pip install -e '.[ray]' in a checkout, pip install ray beside the wheels"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
