@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.files.data_dir import DataDir
 from services.launch import topology
@@ -15,6 +16,8 @@ from services.launch.engine_command import EngineCommand
 from services.launch.placement import Member
 from services.launch.topology import Site
 
+CODE = Path(__file__).parents[2]
+"""Where processes that are started elsewhere find the code: a checkout, or the tree of an installed wheel."""
 ANYWHERE = "0.0.0.0"  # noqa: S104  # members on other machines call; engines, Redis and the API have keys
 
 
@@ -56,7 +59,7 @@ class Installation:
     def command(self, member: Member) -> list[str]:
         process = member.process
         if process is topology.REDIS:
-            return [self.redis_server, *self._redis_arguments(), *process.command(self.python, self.site)]
+            return [self.redis_server, *self._redis_arguments(member), *process.command(self.python, self.site)]
         if process is topology.ENGINE:
             return self._engine_command(member)
         if len(member.gang) * member.ranks > 1:
@@ -71,9 +74,12 @@ class Installation:
             )
         return process.command(self.python, self.site)
 
-    def _redis_arguments(self) -> list[str]:
+    def _redis_arguments(self, member: Member) -> list[str]:
         users = self.data_dir.secrets.secret("redis", "users.acl")
-        return ["--port", str(self.ports.redis), "--dir", str(self.data_dir.redis), "--aclfile", str(users)]
+        where = ["--port", str(self.ports.redis), "--dir", str(self.data_dir.redis), "--aclfile", str(users)]
+        # What it holds is there twice while it rewrites its file. Beyond what is reserved a batch system kills it, and
+        # would again each time that it has read the same file; a refused write is waited for.
+        return [*where, "--maxmemory", f"{member.memory_mb // 2}mb"]
 
     def _engine_command(self, member: Member) -> list[str]:
         values = {

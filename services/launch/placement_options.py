@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Iterable
 
 from gspo_core.cli.command import CommandError
@@ -28,6 +29,10 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
         help="which GPUs are whose: trainer:0-3 engines:4-7, on several nodes trainer:0/0-7 engines:1-3/0-7",
     )
     parser.add_argument("--rollout-workers", type=int, default=1, help="rollout processes on each node (default: 1)")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", action="store_true", help="print what would run where, and start nothing")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +93,12 @@ def add_whole(parser: argparse.ArgumentParser) -> None:
     add_counts(parser)
     add_engine(parser)
     add_cluster(parser)
+
+
+def model_of(arguments: argparse.Namespace) -> str:
+    """A folder of where the command is typed holds wherever a process starts; any other word is for the engines."""
+    model: str = arguments.model
+    return os.path.abspath(model) if os.path.isdir(model) else model
 
 
 def cluster_wanted(arguments: argparse.Namespace) -> Wanted:

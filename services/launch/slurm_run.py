@@ -69,8 +69,10 @@ def main() -> int:
 def _further(arguments: argparse.Namespace) -> list[str]:
     options = [f"--{option}" for option in arguments.srun]
     if arguments.container:
-        seen = sorted({os.getcwd(), arguments.data_dir, os.path.dirname(arguments.model) or os.getcwd()})
-        mounts = ",".join(f"{path}:{path}" for path in seen)
+        seen = {os.getcwd(), arguments.data_dir, os.path.dirname(arguments.model) or os.getcwd()}
+        if sys.prefix != sys.base_prefix:  # our packages; the interpreter below them is the image's
+            seen.add(sys.prefix)
+        mounts = ",".join(f"{path}:{path}" for path in sorted(seen))
         options += [f"--container-image={arguments.container}", f"--container-mounts={mounts}"]
     return options
 

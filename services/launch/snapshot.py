@@ -1,6 +1,6 @@
 """``gspo snapshot``: the data directory into a bucket while everything runs, and back, whole or single jobs.
 
-In a container, which has no command ``gspo``, it is ``python -m services.launch.snapshot``.
+Manifests start it as ``python -m services.launch.snapshot``.
 """
 
 from __future__ import annotations

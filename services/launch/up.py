@@ -77,16 +77,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     placement_options.add_engine(parser)
     placement_options.add_counts(parser)
+    placement_options.add_plan(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 if the stack could not start."""
+    """Returns the exit status: 0 after Ctrl-C or SIGTERM, or a plan, 1 if the stack could not start."""
     hide_secrets()
     try:
         with terminate_as_interrupt():
             settings = load_settings()
             config = _config(arguments, settings)
             tell_unread()
+            if arguments.plan:
+                print(described(config.members()))
+                return 0
+            if arguments.model:
+                config = replace(config, model_dir=model_at(arguments.model, DataDir(config.data_dir)))
             check_place(config)
             _meet(config.engine_urls, settings)
             if not config.engine_urls:
@@ -101,7 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace, settings: Settings) -> StackConfig:
-    """Raises StackError, SettingsError, PlacementError, CommandError."""
+    """All but a model that is named, which may have to be fetched.
+
+    Raises StackError, SettingsError, PlacementError, CommandError.
+    """
     _refuse_unused(settings)
     root = Path(arguments.data_dir or settings.data_dir).resolve()
     urls = _engine_urls(arguments, settings)
@@ -123,9 +132,9 @@ def _config(arguments: argparse.Namespace, settings: Settings) -> StackConfig:
         gpus=gpus,
         engine=engine,
     )
-    check_engine(engine, config.members())  # before anything is fetched
+    check_engine(engine, config.members())
     _check_program(engine)
-    return replace(config, model_dir=model_at(arguments.model, DataDir(root))) if arguments.model else config
+    return config
 
 
 def _refuse_unused(settings: Settings) -> None:

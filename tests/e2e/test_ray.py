@@ -58,7 +58,8 @@ class Launched:
         words = ["launch", "ray", "--address", address, "--data-dir", str(self.data), "--ports", ports, *more]
         with self.output.open("wb") as output:
             argv = [sys.executable, "-P", "-c", entry, *words]
-            self.process = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output)
+            # From anywhere: what runs is what the command runs from.
+            self.process = subprocess.Popen(argv, cwd=tmp_path, stdout=output, stderr=output)
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S

@@ -74,6 +74,16 @@ def test_the_allocation_is_what_its_processes_need(tmp_path: Path, capsys: pytes
     assert "node 3  engine-23        GPU 7" in capsys.readouterr().err
 
 
+def test_its_plan_is_printed_and_no_script_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gspo.sbatch"
+    more = ("--model", "m", "--nodes", "4", "--gpus-per-node", "8", "--output", str(path), "--plan")
+    assert main(["launch", "slurm", "--data-dir", str(tmp_path), *more]) == 0
+    told = capsys.readouterr().out
+    assert "node 3  engine-23        GPU 7" in told
+    assert "#SBATCH --gres=gpu:8" in told.splitlines()
+    assert not path.exists()
+
+
 def test_a_container_and_further_options_are_those_of_every_step(tmp_path: Path) -> None:
     given = ("--model", "/models/m", "--container", "image.sqsh", "--srun", "exclusive", "container-writable")
     words = shlex.split(script(tmp_path, *given).read_text().split("slurm_run ", 1)[1].replace("\\\n", ""))
@@ -82,12 +92,35 @@ def test_a_container_and_further_options_are_those_of_every_step(tmp_path: Path)
     slurm_run.add_options(parser)
     parser.add_argument("--ports")
     options = slurm_run._further(parser.parse_args(words))
-    mounts = ",".join(
-        f"{path}:{path}" for path in sorted(("/models", os.getcwd(), str(tmp_path / "data with a blank")))
-    )
+    seen = {"/models", os.getcwd(), str(tmp_path / "data with a blank"), sys.prefix}
+    mounts = ",".join(f"{path}:{path}" for path in sorted(seen))
     assert options == [
         "--exclusive", "--container-writable", "--container-image=image.sqsh", f"--container-mounts={mounts}",
     ]  # fmt: skip
+
+
+def test_it_runs_what_the_command_runs_from_wherever_that_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an installation there is no checkout to name, and nothing of ours on the path."""
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "gspo.sbatch"
+    assert main(["launch", "slurm", "--data-dir", "d", "--model", "m", "--output", str(path)]) == 0
+    text = path.read_text()
+    assert shlex.join([f"--model={tmp_path / 'm'}"]) in text or shlex.join(["--model", str(tmp_path / "m")]) in text
+    start, words = text.split("services.launch.slurm_run ")
+    assert shlex.quote(sys.executable) in start.splitlines()[-1]
+    path.write_text(f"{start}services.launch.slurm_run --help")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(["bash", str(path)], cwd="/", env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"^  (--[a-z-]+)", words, re.MULTILINE)) <= set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+def test_a_checkout_is_run_by_its_own_python_unless_another_is_named(tmp_path: Path) -> None:
+    assert f"exec {ROOT}/.venv/bin/python -P" in script(tmp_path, "--model", "m").read_text()
+    assert "exec /opt/python -P" in script(tmp_path, "--model", "m", "--python", "/opt/python").read_text()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,13 @@ def test_the_command_finds_the_service_in_its_tree(wheel: Path, service_wheel: P
     assert "✓ services" in done.stdout
 
 
+def test_what_is_launched_elsewhere_runs_from_the_wheels_too(wheel: Path, service_wheel: Path, tmp_path: Path) -> None:
+    for path in (wheel, service_wheel):
+        zipfile.ZipFile(path).extractall(tmp_path)
+    done = in_site(tmp_path, "launch", "slurm", "--data-dir", "data", "--model", "m")
+    assert f"cd {tmp_path / 'gspo_service' / 'tree'}\n" in done.stdout, done.stderr
+
+
 def test_the_library_alone_has_the_adapters(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     done = in_site(tmp_path, "env", "validate", "environments.calculator:Calculator", "--json")

@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gspo_core import __version__
 from gspo_core.cli import main
 from services.files.data_dir import DataDir
 from services.hosts.policy import WallPolicy
@@ -42,6 +45,7 @@ from services.launch.topology import (
     HttpHealth,
     PingHealth,
     Process,
+    Share,
     Site,
     processes,
 )  # fmt: skip
@@ -319,6 +323,44 @@ def test_no_image_trains_while_it_is_built() -> None:
     assert SERVICES["engine"]["depends_on"]["model"] == {"condition": "service_completed_successfully"}
 
 
+def test_images_have_the_command_that_wheels_bring(tmp_path: Path) -> None:
+    """Nothing of ours is installed in them: the example for KubeRay begins with it."""
+    script = tmp_path / "gspo"
+    (writes,) = re.findall(r"^RUN (printf .* > /usr/local/bin/gspo .*)$", DOCKERFILE, re.MULTILINE)
+    subprocess.run(["bash", "-c", writes.replace("/usr/local/bin/gspo", str(script))], check=True)
+    asked = subprocess.run(
+        [script, "--version"],
+        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert asked.stdout.split()[-1] == __version__
+
+
+def test_the_image_of_the_example_for_kuberay_is_made_of_ours() -> None:
+    folder = ROOT / "examples" / "kuberay"
+    dockerfile, (job,) = (folder / "Dockerfile").read_text(), yaml.safe_load_all((folder / "rayjob.yaml").read_text())
+    cluster, pinned = job["spec"]["rayClusterSpec"], (ROOT / "constraints.txt").read_text()
+    assert SERVICES["trainer-gpu"]["image"] == f"gspo-trainer-cuda:${{GSPO_VERSION:-{__version__}}}"
+    assert f"FROM gspo-trainer-cuda:{__version__}\n" in dockerfile
+    (image,) = {
+        container["image"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        for container in group["template"]["spec"]["containers"]
+    }
+    assert image == f"gspo-trainer-cuda-ray:{__version__}"
+    assert f"docker build --tag {image} examples/kuberay" in dockerfile
+    (ray,) = re.findall(r"ray\[default\]==([\d.]+)", dockerfile)
+    assert f"\nray=={ray}\n" in pinned
+    assert ray == cluster["rayVersion"]
+    (sglang,) = re.findall(r"sglang==([\d.]+)", dockerfile)
+    assert SERVICES["sglang"]["image"].endswith(f":v{sglang}}}")
+    (python,) = re.findall(r"--sglang-python (\S+)", job["spec"]["entrypoint"])
+    assert f"python -m venv {python.removesuffix('/bin/python')}" in dockerfile
+
+
 @pytest.mark.parametrize("number", range(len(MANIFESTS)))
 def test_the_manifests_look_at_the_health_of_the_topology(number: int) -> None:
     name, _, template = MANIFESTS[number]
@@ -445,6 +487,18 @@ def test_members_of_one_kind_have_an_address_each(tmp_path: Path) -> None:
     for member in whole.members:
         if "engine_urls" in member.process.reads:
             assert whole.environment(member)["GSPO_ENGINE_URLS"] == ",".join(urls)
+
+
+@pytest.mark.parametrize(("reserved_mb", "bound"), [(None, "1024mb"), (9000, "4500mb")])
+def test_a_redis_elsewhere_refuses_writes_before_it_has_used_up_what_is_reserved(
+    reserved_mb: int | None, bound: str, tmp_path: Path
+) -> None:
+    """Half: while it rewrites its file, there may be two of it."""
+    shares = {"redis": Share(memory_mb=reserved_mb)} if reserved_mb else {}
+    members = place(Wanted(shares=shares), Site.BATCH)
+    whole = Installation(members, ("10.0.0.1",), DataDir(tmp_path), "m", "python", "/redis-server")
+    (redis,) = [one for one in members if one.process is REDIS]
+    assert options(whole.command(redis))["--maxmemory"] == bound
 
 
 def test_a_batch_script_is_told_to_leave_early_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

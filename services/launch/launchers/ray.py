@@ -1,7 +1,8 @@
 """``gspo launch ray``: runs the stack on a Ray cluster that exists, until its job is over or until told to leave.
 
-Rule: the cluster needs this checkout, its Python and the data directory under the same paths on every node, and nothing
-that this command started is left when it ends. Ray itself is an extra (``gspo[ray]``), imported when the command runs.
+Rule: the cluster needs what this command runs from (a checkout or an installation), its Python and the data directory
+under the same paths on every node, and nothing that this command started is left when it ends. Ray itself is an extra
+(``gspo[ray]``), imported when the command runs.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from services.launch import placement_options, ports_option
 from services.launch.crew_run import Submission
 from services.launch.crew_run import run as run_crew
 from services.launch.engine_command import EngineCommand
-from services.launch.installation import Installation
+from services.launch.installation import CODE, Installation
 from services.launch.placement import Member, PlacementError, described, place
-from services.launch.placement_options import check_engine, check_kind, chosen_engine, cluster_wanted
+from services.launch.placement_options import check_engine, check_kind, chosen_engine, cluster_wanted, model_of
 from services.launch.topology import Site
 
 HELP = "run the stack on a Ray cluster"
+HOW_TO_INSTALL = "pip install -e '.[ray]' in a checkout, pip install ray beside the wheels"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="auto", help="of the cluster (default: the one of this machine)")
     placement_options.add_whole(parser)
     parser.add_argument("--ports", default=ports_option.DEFAULT, help="Redis, API, gateway, engines, trainers")
-    parser.add_argument("--plan", action="store_true", help="print what would run where, and start nothing")
+    placement_options.add_plan(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(described(members, nodes=arguments.nodes))
         return 0
     if importlib.util.find_spec("ray") is None:
-        raise CommandError("Ray is not installed: pip install -e '.[ray]'")
+        raise CommandError(f"Ray is not installed: {HOW_TO_INSTALL}")
     return _on_ray(arguments, members, engine)
 
 
@@ -57,22 +59,21 @@ def _on_ray(arguments: argparse.Namespace, members: tuple[Member, ...], engine: 
 
         from services.launch.ray_places import RayPlace
     except ImportError as error:
-        raise CommandError(f"Ray cannot be imported ({error}): pip install -e '.[ray]'") from error
+        raise CommandError(f"Ray cannot be imported ({error}): {HOW_TO_INSTALL}") from error
     from services.state.server import RedisUnsuitable, find_binary
 
     data_dir = DataDir(Path(arguments.data_dir).absolute())
-    folder = Path.cwd()
-    # Actors import this tree, wherever the workers of the cluster stand. Those without GPUs see none: of itself Ray
-    # would leave them all of their node's.
-    variables = {"env_vars": {"PYTHONPATH": str(folder), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
+    # Actors import the code that runs here, wherever the workers of the cluster stand and this was typed. Those without
+    # GPUs see none: of itself Ray would leave them all of their node's.
+    variables = {"env_vars": {"PYTHONPATH": str(CODE), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
     try:
         ray.init(address=arguments.address, log_to_driver=False, runtime_env=variables)
-        with RayPlace(members, data_dir, folder) as places:
+        with RayPlace(members, data_dir, CODE) as places:
             installation = Installation(
                 members=members,
                 hosts=tuple(places.addresses()),
                 data_dir=data_dir,
-                model=arguments.model,
+                model=model_of(arguments),
                 python=sys.executable,
                 redis_server=str(find_binary().path),
                 ports=ports_option.read(arguments.ports),

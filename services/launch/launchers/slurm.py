@@ -1,6 +1,6 @@
 """``gspo launch slurm``: writes a batch script that runs the stack on a Slurm allocation.
 
-Rule: it only writes. The script needs a checkout of the project and a directory that all nodes share. It keeps there
+Rule: it only writes. The script needs the code, its Python and a directory that all nodes share. It keeps there
 everything that must outlive the allocation, so resubmitting the script resumes where it ended. It submits its job
 under its own idempotency key, so the job resumes too. What the script runs is ``services.launch.slurm_run``.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from gspo_core.cli.command import CommandError
 from services.launch import placement_options, slurm_run, topology
 from services.launch.engine_command import find_sglang
+from services.launch.installation import CODE
 from services.launch.launch import write
 from services.launch.placement import Member, PlacementError, described, place
 from services.launch.placement_options import check_engine, chosen_engine, cluster_wanted, megabytes
@@ -32,7 +33,8 @@ PLAIN = ("--partition", "--account", "--qos", "--constraint", "--reservation")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--project", default=".", help="checkout of the project, with its .venv (default: here)")
+    parser.add_argument("--project", help="checkout to run, with its .venv (default: what this command runs from)")
+    parser.add_argument("--python", help="Python with what it needs (default: of --project, else of this command)")
     slurm_run.add_options(parser)
     parser.add_argument("--time", default="24:00:00")
     for option in PLAIN:
@@ -41,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-task", type=int, help="cores on each node (default: what the processes need)")
     parser.add_argument("--mem", help="memory on each node, such as 900G (default: what the processes need)")
     parser.add_argument("--output", metavar="FILE", help="where to write the script (default: the terminal)")
+    placement_options.add_plan(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,10 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     except PlacementError as error:
         raise CommandError(str(error)) from error
     plan = described(members, nodes=arguments.nodes)
+    if arguments.plan:
+        print("\n".join((plan, *directives)))
+        return 0
+    project, python = _what_runs(arguments)
     script = _SCRIPT.format(
         directives="\n".join(directives),
         plan="\n".join(f"# {line.strip()}" for line in plan.splitlines()),
-        project=shlex.quote(os.path.abspath(arguments.project)),
+        project=shlex.quote(project),
+        python=shlex.quote(python),
         words=" \\\n  ".join(shlex.join(words) for words in _passed_on(arguments)),
         site_ports=" ".join(f'"${{{name}:={port}}}"' for name, port in slurm_run.PORTS.items()),
         ports=",".join(f"${name}" for name in slurm_run.PORTS),
@@ -66,6 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     if write(script, arguments.output):
         print(f"{plan}\nsubmit it with: sbatch {arguments.output}", file=sys.stderr)
     return 0
+
+
+def _what_runs(arguments: argparse.Namespace) -> tuple[str, str]:
+    """The folder of the code, and the Python: what runs here unless it is said, be it installed or a checkout."""
+    project = os.path.abspath(arguments.project or CODE)
+    own = os.path.join(project, ".venv", "bin", "python") if arguments.project else sys.executable
+    return project, os.path.abspath(arguments.python) if arguments.python else own
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
@@ -114,7 +129,7 @@ def _by_node(nodes: int, members: Sequence[Member]) -> list[list[Member]]:
 
 def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
     """The options that the script hands to what it runs, each with its values; paths hold wherever it runs."""
-    options = [["--data-dir", os.path.abspath(arguments.data_dir)], ["--model", arguments.model]]
+    options = [["--data-dir", os.path.abspath(arguments.data_dir)], ["--model", placement_options.model_of(arguments)]]
     if arguments.job:
         options.append(["--job", os.path.abspath(arguments.job)])
         options.append(["--key", arguments.key or f"slurm-{uuid.uuid4().hex}"])
@@ -142,6 +157,6 @@ set -euo pipefail
 cd {project}
 umask 077
 export PYTHONPATH=$PWD TOKENIZERS_PARALLELISM=false
-exec "$PWD/.venv/bin/python" -P -m services.launch.slurm_run --ports "{ports}" \
+exec {python} -P -m services.launch.slurm_run --ports "{ports}" \
   {words}
 """

@@ -65,6 +65,28 @@ def test_an_engine_is_asked_for_its_version(engine: str, tmp_path: Path, monkeyp
     assert check().verdict is Verdict.PROBLEM
 
 
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("0.5.18", Verdict.PROBLEM),
+        ("0.4.9.post1", Verdict.PROBLEM),
+        ("0.5.19", Verdict.OK),
+        ("0.6.0rc1", Verdict.OK),
+        ("of main", Verdict.OK),  # whoever builds it knows
+    ],
+)
+def test_an_sglang_that_cannot_train_is_no_good(
+    version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks, "find_sglang", lambda: "python")
+    monkeypatch.setattr(machine_checks, "_asked", lambda command: version)
+    found = machine_checks.sglang()
+    assert found.verdict is verdict
+    assert ("does not say which weights sampled a token: install 0.5.19 or newer" in found.text) is (
+        verdict is Verdict.PROBLEM
+    )
+
+
 def test_a_vllm_is_known_by_either_name_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_checks, "find_vllm", lambda: sys.executable)

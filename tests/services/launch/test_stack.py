@@ -240,6 +240,23 @@ def test_up_refuses_a_plan_for_gpus_that_cannot_be(
     assert told in capsys.readouterr().err
 
 
+def test_a_plan_is_printed_and_nothing_is_started_fetched_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr(local_up, "torch_uses_gpus", lambda: True)
+    division = ("--gpus", "trainer:0-3", "engines:4-7", "--engines", "2")
+    sglang = ("--sglang", "--sglang-python", sys.executable)
+    words = ("up", "--data-dir", str(tmp_path / "data"), "--model", "Owner/name", *sglang, *division)
+    assert main([*words, "--plan"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "  engine-1         GPU 6,7" in told
+    assert "  trainer          GPU 0,1,2,3, 4 ranks" in told
+    assert not (tmp_path / "data").exists()
+    assert main([*words, "--trainers", "3", "--plan"]) == 1
+    assert "cannot be divided evenly among 3 trainers" in capsys.readouterr().err
+
+
 def test_vllm_is_refused_where_engines_have_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
