@@ -18,10 +18,11 @@ from gspo_core.log import layout
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.checkpoints import DAMAGE, UnknownCheckpointFormat, decode_fork, encode_checkpoint
 from gspo_core.log.manifests import decode_manifest, encode_manifest
+from gspo_core.position import Position
 from gspo_core.replay.bundle import model_digests
 from gspo_core.replay.chain import Chain, Link, Published, Start
 from gspo_core.replay.past import DamagedPast, NotKept, Past, digests
-from gspo_core.staleness import Position, staleness
+from gspo_core.staleness import staleness
 from gspo_core.types import Trajectory
 from gspo_core.versions import WeightsManifest
 

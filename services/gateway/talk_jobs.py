@@ -17,7 +17,7 @@ from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.retry import Retrier
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings

@@ -23,10 +23,11 @@ import msgspec
 from environments.sandbox.contract import Sandboxes
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
-from services.hosts import scratch, wire
+from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
 from services.hosts.sandboxes.relay import Relay
+from services.hosts.walls import scratch
 from services.hosts.walls.control_groups import Group
 from services.hosts.walls.filesystem import SESSIONS
 from services.hosts.walls.pids import outer_pid

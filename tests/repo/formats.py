@@ -21,7 +21,7 @@ from gspo_core.environment_records import Description
 from gspo_core.learner import state as learner_state
 from gspo_core.log import archive, batches, checkpoints, manifests, records, trained
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http import key_ring
 from services.api.views.replay_views import (

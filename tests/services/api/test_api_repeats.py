@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from gspo_core.log.records import AcceptedJob
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import EpisodeKey, Group, Split, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http.key_ring import KeyRing
