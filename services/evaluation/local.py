@@ -18,7 +18,7 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from gspo_core.env import Llm
+from gspo_core.environment_contract import Llm
 from gspo_core.evaluation.policy import LocalPolicyOrder, Policy, PolicyUnusable
 from gspo_core.spec import ChatSpec, EpisodeLimits
 from services.engines.keys import SETTING

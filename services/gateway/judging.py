@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ValidationError
 
 from gspo_core.chat import ChatCodec
-from gspo_core.env import EnvironmentFailed, Llm, Start
-from gspo_core.env.agents import NO_REWARD
+from gspo_core.environment_contract import NO_REWARD, EnvironmentFailed, Llm, Start
 from gspo_core.evidence import JUDGE, gathered
 from gspo_core.json_value import JSON
 from gspo_core.judge_spec import JudgeSpec, NoScore

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
-from gspo_core.env import Llm, Start, Witness
+from gspo_core.environment_contract import Llm, Start, Witness
 from gspo_core.json_value import JSON
 from gspo_core.types import NOTHING, EpisodeKey, Evidence
 from services.episodes.retry import Retrier

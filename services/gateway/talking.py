@@ -17,7 +17,7 @@ from typing import NoReturn, cast
 
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import decode
-from gspo_core.env import Environment, Session
+from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox

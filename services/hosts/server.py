@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from environments.sandbox.contract import Sandboxes
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.hosts import wire
 from services.hosts.mark import Mark
@@ -29,9 +29,9 @@ from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
 from services.hosts.sandboxes.relay import Relay
 from services.hosts.walls import scratch
 from services.hosts.walls.control_groups import Group
-from services.hosts.walls.filesystem import SESSIONS
 from services.hosts.walls.pids import outer_pid
 from services.hosts.walls.plan import Shown
+from services.hosts.walls.terms import SESSIONS
 from services.hosts.walls.tiers import WALLS, Bounds, Program, Tier
 from services.hosts.wire import HARD_MEMORY_FACTOR, BadFrame, HostDescription
 

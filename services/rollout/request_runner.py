@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.keeper import how_it_ended
 from gspo_core.model_files import refusal_of

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import EVIDENCE_SCHEMA
-from gspo_core.env import Environment, Session
+from gspo_core.environment_contract import Environment, Session
 from gspo_core.evidence import of_environment
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec

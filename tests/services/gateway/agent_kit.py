@@ -13,7 +13,7 @@ import httpcore
 
 from gspo_core.chat import HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Llm, Start
-from gspo_core.env.agents import NO_REWARD
+from gspo_core.environment_contract import NO_REWARD
 from gspo_core.messages import Message
 from gspo_core.types import Split
 from services.gateway.attempt import AgentDriver
