@@ -22,8 +22,8 @@ from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.keeper import how_it_ended
 from gspo_core.model_files import refusal_of
+from services.files.environments.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
 from services.hosts.walls.control_groups import Group

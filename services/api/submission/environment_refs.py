@@ -17,8 +17,8 @@ from gspo_core.outbound import Network
 from gspo_core.spec import AgentSpec, EnvironmentSpec, JobSpec
 from services.api.http.access import Caller
 from services.api.http.errors import RequestRefused
-from services.hosts.named_urls import AddressNamed, Share, check_urls
-from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry
+from services.files.environments.named_urls import AddressNamed, Share, check_urls
+from services.files.environments.registry import EnvironmentNotFound, EnvironmentRegistry
 from services.state.jobs import JobRecord
 
 # Of the findings of an examination; GET /v1/environments/NAME has all of them.

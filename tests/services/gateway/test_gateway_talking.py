@@ -15,7 +15,6 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff, Retrier
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
@@ -25,6 +24,7 @@ from services.gateway.talking import Talking
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.keys import job_key
+from services.state.retry import Backoff, Retrier
 from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, Keep, TalkKey, Talks
 from tests.services.gateway.agent_kit import door
