@@ -26,7 +26,7 @@ from services.files.environments.registry import EnvironmentNotFound, Examinatio
 from services.hosts.local import LocalHosts
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
-from services.hosts.walls.control_groups import Group
+from services.hosts.walls.control_groups import ControlGroup
 from services.hosts.walls.tiers import WALLS, Program
 from services.hosts.wire import HARD_MEMORY_FACTOR
 from services.process.children import die_with_parent
@@ -165,7 +165,7 @@ class RequestRunner:
 @contextlib.contextmanager
 def _bounded(order: HostOrder) -> Iterator[list[str]]:
     """The files of the control group of an examination, where there is one."""
-    group = Group.make(order.bounds.num_processes) if order.tier else None
+    group = ControlGroup.make(order.bounds.num_processes) if order.tier else None
     if group is None:
         yield []
         return
