@@ -25,7 +25,6 @@ import httpx
 from benchmarks.engine_watch import Client, write_model
 from services.engines.protocol import info_calls
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.engine_beats import ANSWER_S, EngineBeats
@@ -33,6 +32,7 @@ from services.state.engine_leaving import drain
 from services.state.engine_sightings import EngineSightings
 from services.state.heard_engines import HeardEngines
 from services.state.queue import Bus
+from services.state.retry import Retrier
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 from services.trainer.fleet.engines import EnginePool

@@ -27,11 +27,11 @@ from services.engines.http_engine import open_http
 from services.engines.protocol import info_calls
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.queue import Bus
+from services.state.retry import Retrier
 from services.state.server import RedisServer, connect
 from services.state.store import Store
 from services.trainer.fleet.engines import EnginePool

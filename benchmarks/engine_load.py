@@ -24,8 +24,8 @@ import httpx
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.retry import Retrier
 from services.workers.engines import EngineTable, JobEngines
 from services.workers.in_flight import InFlightLimit
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport

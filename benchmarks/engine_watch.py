@@ -28,7 +28,6 @@ import httpx
 from services.engines.protocol import info_calls
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.engine_beats import ANSWER_S, Ask, EngineBeats
@@ -36,6 +35,7 @@ from services.state.engine_sightings import EngineSightings
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.heard_engines import HeardEngines, seldom_asked
 from services.state.queue import Bus
+from services.state.retry import Retrier
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 from services.trainer.fleet.engines import EnginePool

@@ -111,7 +111,7 @@ def codec() -> Work:
 
 def read_a_batch() -> Work:
     from gspo_core.log.batches import decode_batch, encode_batch
-    from gspo_core.staleness import Position
+    from gspo_core.position import Position
 
     extra: Any = {"version": 1, "num_dispatched": 4, "dropped": {}, "staleness": {"1": 0}}
     data = b"".join(encode_batch(Position(1, 1), groups(), extra))

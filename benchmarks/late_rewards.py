@@ -40,8 +40,8 @@ from services.state.server import RedisServer
 from services.state.store import Claim, Store
 from services.trainer.building import make_learner
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 
 RESULTS = Path(__file__).with_name("results")

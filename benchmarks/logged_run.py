@@ -20,10 +20,10 @@ from gspo_core.log.manifests import encode_row
 from gspo_core.log.records import AcceptedJob, VersionRecord
 from gspo_core.log.settings import Tuning
 from gspo_core.log.steps import train_again
+from gspo_core.position import Position
 from gspo_core.replay.journey import arrive
 from gspo_core.replay.past import Past
 from gspo_core.spec import JobSpec, ParentSpec
-from gspo_core.staleness import Position
 from gspo_core.types import Group
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore

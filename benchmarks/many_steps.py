@@ -37,10 +37,10 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.log.manifests import encode_row
 from gspo_core.log.records import AcceptedJob, VersionRecord, encode_record
 from gspo_core.log.trained import encode_trained
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
 from gspo_core.replay.question import Question, plan
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.app import create_app

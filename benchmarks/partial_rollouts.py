@@ -19,7 +19,8 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.simulator import Lengths
-from gspo_core.staleness import OpenGroup, Position, choose_groups, groups_admissible, token_staleness
+from gspo_core.position import Position
+from gspo_core.staleness import OpenGroup, choose_groups, groups_admissible, token_staleness
 
 RESULTS = Path(__file__).with_name("results") / "partial_rollouts.md"
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8

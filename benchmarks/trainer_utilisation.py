@@ -42,9 +42,9 @@ from services.state.server import RedisServer
 from services.state.store import Claim, Store
 from services.trainer.building import make_learner
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.past.background_writer import BackgroundWriter
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 
 WARM_UP = 2

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from gspo_core.env.contract import Context
+    from gspo_core.env import Context
 
 NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 560, 100
 _NUM_COUNTRIES, _NUM_CITIES, _NUM_PEOPLE, _NUM_COMPANIES = 20, 60, 150, 120

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from gspo_core.env import ParsedTurn
+from gspo_core.messages import ParsedTurn
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import StopReason
 

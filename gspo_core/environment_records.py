@@ -1,4 +1,4 @@
-"""What is told of an environment as JSON: how it describes itself, and what checks of it have found."""
+"""What is told of an environment as JSON: how it describes itself, its first prompts, and what checks have found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import ToolSchema
+from gspo_core.messages import Message, ToolSchema
 
 Measured: TypeAlias = float | Sequence[str] | Sequence[float] | Mapping[str, float]
 
@@ -21,6 +21,17 @@ class Description(TypedDict):
     limits: dict[str, JSON]
     replayable: bool
     reward_range: list[float] | None
+
+
+class FirstPrompt(TypedDict):
+    task: int
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+
+
+class Starts(TypedDict):
+    starts: list[FirstPrompt]
+    limits: Mapping[str, JSON]
 
 
 class CheckRecord(TypedDict):

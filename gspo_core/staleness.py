@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.invariants import InvalidValue
+from gspo_core.position import Position
 
 _NO_END = 2**62
 
@@ -27,13 +28,6 @@ OnStale = Literal["mask", "drop", "wait"]
 
 class UnknownVersion(LookupError):
     """A token claims a version, or a version an epoch, that the tables do not know."""
-
-
-class Position(NamedTuple):
-    """A place in the history of a job: after ``step`` steps, reached in ``epoch``; sorts by epoch, then step."""
-
-    epoch: int
-    step: int
 
 
 def shared_step(version: Position, current: Position, forks: Mapping[int, Position]) -> int:

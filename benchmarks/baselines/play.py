@@ -26,10 +26,10 @@ from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.episodes.retry import Retrier
 from services.rollout.attempt import EpisodeAttempt
 from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Append, EpisodeLease, Kept, Snapshot
+from services.state.retry import Retrier
 from services.workers.setting import EpisodeSetting, Order
 
 JOB = "baselines"

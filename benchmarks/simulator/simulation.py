@@ -19,14 +19,8 @@ import numpy as np
 from benchmarks.simulator.report import SimulationReport
 from benchmarks.simulator.rollout import Rollout, SimulatedEpisode, SimulatedGroup
 from benchmarks.simulator.setting import BYTES_PER_TOKEN, SimulationSetting, groups_affordable
-from gspo_core.staleness import (
-    OpenGroup,
-    Position,
-    choose_groups,
-    groups_admissible,
-    shared_step,
-    token_staleness,
-)
+from gspo_core.position import Position
+from gspo_core.staleness import OpenGroup, choose_groups, groups_admissible, shared_step, token_staleness
 
 # Failure events never run out, so an empty event list cannot detect a deadlock.
 _STUCK_S = 1e6

@@ -24,7 +24,7 @@ from gspo_core.json_value import JSON
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-    from gspo_core.env.contract import Context
+    from gspo_core.env import Context
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
-from gspo_core.env.contract import Phase, PhaseLimits, description
+from gspo_core.environment_contract import Phase, PhaseLimits, description
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason

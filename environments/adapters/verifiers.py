@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from verifiers.v1.task import Task
     from verifiers.v1.trace import Trace
 
-    from gspo_core.env.contract import Context
+    from gspo_core.env import Context
 
 _SCRIPT = re.compile(r"^# /// script\s*$\n(?P<lines>(?:^#(?: .*)?$\n)+?)^# ///\s*$", re.MULTILINE)
 

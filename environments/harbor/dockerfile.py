@@ -24,7 +24,7 @@ class CannotFollow(Exception):
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopiedFile:
     """One file or folder of the task, and where it goes; what lies in a folder goes there."""
 
     source: Path
@@ -37,7 +37,7 @@ class Recipe:
 
     workdir: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[CopiedFile] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     """Instructions that are not followed."""
 
@@ -97,7 +97,7 @@ def _variables(rest: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def _copies(context: Path, workdir: str, rest: str) -> Iterator[Copy]:
+def _copies(context: Path, workdir: str, rest: str) -> Iterator[CopiedFile]:
     words = json.loads(rest) if rest.startswith("[") else shlex.split(_plain("COPY", rest))
     flags = [word for word in words if word.startswith("--") and not word.startswith(("--chown=", "--link"))]
     if flags:
@@ -107,7 +107,7 @@ def _copies(context: Path, workdir: str, rest: str) -> Iterator[Copy]:
     into = _below(workdir, target)
     is_folder = target.endswith(("/", "/.")) or target == "." or len(found) > 1
     for path in found:
-        yield Copy(path, into if path.is_dir() or not is_folder else f"{into}/{path.name}")
+        yield CopiedFile(path, into if path.is_dir() or not is_folder else f"{into}/{path.name}")
 
 
 def _matching(context: Path, source: str) -> Sequence[Path]:

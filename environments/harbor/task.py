@@ -45,7 +45,7 @@ class HarborTask:
     folder: Path
     instruction: str
     workdir: str
-    copies: tuple[dockerfile.Copy, ...]
+    copies: tuple[dockerfile.CopiedFile, ...]
     variables: Mapping[str, str]
     verifier_variables: Mapping[str, str]
     solution_variables: Mapping[str, str]
@@ -125,7 +125,7 @@ def _recipe(name: str, environment: Path) -> dockerfile.Recipe:
             raise InvalidEnvironment(f"task {name} has environment/{other}, which is not followed here")
     file = environment / "Dockerfile"
     if not file.is_file():
-        copies = [dockerfile.Copy(environment, DEFAULT_WORKDIR)] if environment.is_dir() else []
+        copies = [dockerfile.CopiedFile(environment, DEFAULT_WORKDIR)] if environment.is_dir() else []
         return dockerfile.Recipe(DEFAULT_WORKDIR, copies=copies)
     recipe = dockerfile.read(file)
     if not is_usable(recipe.workdir):

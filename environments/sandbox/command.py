@@ -1,4 +1,4 @@
-"""Starts one command behind a ``View`` of the file system and waits for its end or its deadline.
+"""Starts one command behind a ``FileSystemView`` and waits for its end or its deadline.
 
 Rule: a command sees of the files what its view shows, inherits no variable, and nothing that it started is left when
 ``run`` returns. What the machine refuses is ``SandboxFailed``, never the command's own failure. It bounds neither
@@ -31,7 +31,7 @@ _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", 
 
 
 @dataclass(frozen=True)
-class View:
+class FileSystemView:
     """The files that a command reaches, beside the system's programs and the interpreter."""
 
     writable: Sequence[str]
@@ -59,7 +59,7 @@ def variables(home: str, scratch: str, more: Mapping[str, str]) -> dict[str, str
 
 def run(
     program: Sequence[str],
-    view: View,
+    view: FileSystemView,
     *,
     directory: str,
     environment: Mapping[str, str],

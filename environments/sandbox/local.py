@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from environments.sandbox import folder
-from environments.sandbox.command import View, refusal, run, variables
+from environments.sandbox.command import FileSystemView, refusal, run, variables
 from environments.sandbox.contract import Command, Ended, Sandbox, SandboxFailed
 
 _BASH = "/bin/bash"
@@ -52,7 +52,7 @@ class LocalSandbox:
         folders = self._opened()
         return run(
             [_BASH, "-c", command.text],
-            View([str(one) for one in folders], self._readable),
+            FileSystemView([str(one) for one in folders], self._readable),
             directory=str(self._own(command.directory)),
             environment=variables(command.home, command.scratch, command.variables),
             timeout_s=command.timeout_s,

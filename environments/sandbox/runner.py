@@ -67,7 +67,7 @@ def run(order: Order) -> Report:
         _become(order, said, refused)
     os.close(said)
     os.close(refused)
-    kept = Kept(order["most_bytes"])
+    kept = KeptOutput(order["most_bytes"])
     try:
         ended_in_time = _watch(child, output, kept, began + order["timeout_s"])
         seconds = time.monotonic() - began
@@ -120,7 +120,7 @@ def drop_capabilities() -> None:
             raise OSError(ctypes.get_errno(), "root's capabilities cannot be given up")
 
 
-def _watch(child: int, output: int, kept: Kept, deadline: float) -> bool:
+def _watch(child: int, output: int, kept: KeptOutput, deadline: float) -> bool:
     """Reads what it says until it ends; false if its time was over before."""
     ended = os.pidfd_open(child)
     waiting = [ended, output]
@@ -171,7 +171,7 @@ def _below(root: int) -> Sequence[int]:
     return found[1:]
 
 
-class Kept:
+class KeptOutput:
     """The beginning and the end of an output that may be endless."""
 
     def __init__(self, most_bytes: int) -> None:

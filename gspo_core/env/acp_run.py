@@ -27,8 +27,8 @@ from gspo_core.env.acp_messages import (
     RpcError,
     StreamEnded,
 )
-from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, Llm, end_of, remove, variables_for
-from gspo_core.env.contract import PhaseLimits
+from gspo_core.env.agent_runs import MAX_LAST_WORDS_BYTES, AgentFailed, FunctionRun, end_of, remove, variables_for
+from gspo_core.environment_contract import Llm, PhaseLimits
 from gspo_core.json_value import JSON
 from gspo_core.placeholders import NoSuchField, filled
 

@@ -13,10 +13,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
+from gspo_core.environment_contract import Llm
 from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
@@ -29,32 +29,6 @@ MAX_LAST_WORDS_BYTES = 2000
 # What is told of a program is cut somewhere, perhaps in a key. Of one that has 90 fewer characters give nothing away.
 PART_CHARS = 8
 KEY_SHOWN = "(key)"
-
-
-@dataclass(frozen=True, slots=True)
-class Llm:
-    """Where an agent asks for its turns. Its model and its sampling are the job's; what an agent says of them is not
-    heard."""
-
-    base_url: str
-    """Of the OpenAI dialects; ends in `/v1`."""
-    api_key: str = field(repr=False)
-    model: str = "policy"
-    episode: str = ""
-    """Names this attempt at the episode: the same in every repetition of its start."""
-    reward_key: str = field(default="", repr=False)
-    """By which the episode is paid, and nothing else. For whoever starts the agent: it does not belong where the policy
-    can act."""
-
-    @property
-    def anthropic_base_url(self) -> str:
-        """Clients of this dialect add the version themselves."""
-        return self.base_url.removesuffix("/v1")
-
-    @property
-    def gemini_base_url(self) -> str:
-        """Clients of this dialect add the version themselves."""
-        return self.base_url.removesuffix("/v1")
 
 
 class AgentFailed(Exception):

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from urllib.parse import urlsplit
 
-from gspo_core.env.agent_runs import AgentFailed, Llm
+from gspo_core.env.agent_runs import AgentFailed
+from gspo_core.environment_contract import Llm
 from gspo_core.http_connection import OLD_VERSION, VERSION, HttpAnswer, HttpConnection, NotHttp
 from gspo_core.json_value import JSON
 from gspo_core.outbound import AddressRefused

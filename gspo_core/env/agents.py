@@ -19,30 +19,30 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from gspo_core.env.acp_run import AcpStart, acp_run
-from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm, remove, without_key
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, remove, without_key
 from gspo_core.env.agent_urls import AgentService, UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
-from gspo_core.env.contract import (
+from gspo_core.env.plain import reward_range_of
+from gspo_core.env.session import as_reward
+from gspo_core.env.tasks import TaskList, read_tasks
+from gspo_core.env.tools import error_text
+from gspo_core.environment_contract import (
+    NO_REWARD,
     Context,
     EnvironmentFailed,
     InvalidEnvironment,
+    Llm,
     Observation,
     PhaseLimits,
     Start,
     Timeouts,
     description,
 )
-from gspo_core.env.plain import reward_range_of
-from gspo_core.env.session import as_reward
-from gspo_core.env.tasks import TaskList, read_tasks
-from gspo_core.env.tools import error_text
 from gspo_core.environment_records import Description
 from gspo_core.evidence import RESULT, TASK, gathered
 from gspo_core.json_value import JSON
 from gspo_core.messages import ParsedTurn, ToolSchema
 from gspo_core.types import NOTHING, Evidence, Split
-
-NO_REWARD = "the agent gave no reward"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol, TypeAlias
 
-from gspo_core.env.contract import Context, InvalidEnvironment
+from gspo_core.environment_contract import Context, InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message
 

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Literal
 
 from gspo_core.env.agents import AgentEnvironment, AgentStart
-from gspo_core.env.contract import Environment, InvalidEnvironment
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.trl import TrlEnvironment
+from gspo_core.environment_contract import Environment, InvalidEnvironment
 from gspo_core.json_value import JSON
 
 

@@ -12,17 +12,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_core.env.contract import (
-    InvalidEnvironment,
-    PhaseLimits,
-    Timeouts,
-    description,
-)
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt
 from gspo_core.env.session import PlainSession
 from gspo_core.env.tasks import TASK_MEMBERS, TaskList, read_tasks
 from gspo_core.env.tools import Tool, error_text
+from gspo_core.environment_contract import InvalidEnvironment, PhaseLimits, Timeouts, description
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
-from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, Timeouts
 from gspo_core.env.tools import error_text
+from gspo_core.environment_contract import EnvironmentFailed, InvalidEnvironment, Timeouts
 from gspo_core.json_value import JSON
 from gspo_core.types import Split
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any, TypeAlias
 
-from gspo_core.env.contract import InvalidEnvironment
 from gspo_core.env.docstrings import read_docstring
 from gspo_core.env.hints import Hint, HintError, Read, description_in, hint_of, json_type
 from gspo_core.env.pydantic_hints import field_in
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.messages import Content, ParameterSchema, ToolSchema
 

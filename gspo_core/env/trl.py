@@ -18,7 +18,12 @@ from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
-from gspo_core.env.contract import (
+from gspo_core.env.dialect import Dialect
+from gspo_core.env.plain import PlainEnvironment
+from gspo_core.env.session import PlainSession, as_reward
+from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool
+from gspo_core.env.trl_schema import trl_schema
+from gspo_core.environment_contract import (
     EnvironmentFailed,
     InvalidEnvironment,
     PhaseLimits,
@@ -26,11 +31,6 @@ from gspo_core.env.contract import (
     Timeouts,
     description,
 )
-from gspo_core.env.dialect import Dialect
-from gspo_core.env.plain import PlainEnvironment
-from gspo_core.env.session import PlainSession, as_reward
-from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool
-from gspo_core.env.trl_schema import trl_schema
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema

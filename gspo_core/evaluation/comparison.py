@@ -25,7 +25,7 @@ _NUM_DRAWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PolicyDifference:
     """How much the first of two policies is better."""
 
     mean: float
@@ -50,7 +50,7 @@ class Difference:
 
 def difference(
     ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], confidence: float = CONFIDENCE
-) -> Difference | None:
+) -> PolicyDifference | None:
     """The difference over the tasks that both have values of, by task. None where there is no such task."""
     common = sorted(task for task in ours.keys() & theirs.keys() if ours[task] and theirs[task])
     if not common:
@@ -62,10 +62,10 @@ def difference(
     if all(len(one) == 1 and one[0] in (0, 1) for pair in pairs for one in pair):
         low, high = shares_interval(num_better, num_worse, len(common), confidence)
         p_value = mcnemar(num_better, num_worse)
-        return Difference(mean, low, high, p_value, "mcnemar", len(common), num_better, num_worse, confidence)
+        return PolicyDifference(mean, low, high, p_value, "mcnemar", len(common), num_better, num_worse, confidence)
     bounds = mean_interval(differences, confidence)
     p_value = sign_flips(differences)
-    return Difference(mean, *bounds, p_value, "sign_flips", len(common), num_better, num_worse, confidence)
+    return PolicyDifference(mean, *bounds, p_value, "sign_flips", len(common), num_better, num_worse, confidence)
 
 
 def mcnemar(num_better: int, num_worse: int) -> float:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gspo_core.evaluation.comparison import Difference, difference
+from gspo_core.evaluation.comparison import PolicyDifference, difference
 from gspo_core.evaluation.evaluation import EvalSetting
 from gspo_core.evaluation.intervals import Score, score
 from gspo_core.evaluation.played import Played
@@ -118,11 +118,11 @@ def by_task(episodes: Iterable[Played], value: Callable[[Played], float | None])
     return dict(found)
 
 
-def compare(ours: EvalReport, theirs: EvalReport) -> Difference | None:
+def compare(ours: EvalReport, theirs: EvalReport) -> PolicyDifference | None:
     return difference(ours.rewards(), theirs.rewards())
 
 
-def difference_lines(found: Difference | None, ours: str, theirs: str) -> Iterator[str]:
+def difference_lines(found: PolicyDifference | None, ours: str, theirs: str) -> Iterator[str]:
     yield f"{ours} against {theirs}"
     if found is None:
         yield "  no task on which both have a reward"

@@ -21,7 +21,7 @@ import msgspec
 from gspo_core import codec
 from gspo_core.invariants import InvalidValue
 from gspo_core.json_value import JSON
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Group, Split, Trajectory
 
 # 2: ``extra`` says what computed the step, or which groups came late. A log that does not is written as 1, as releases

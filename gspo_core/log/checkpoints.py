@@ -11,7 +11,7 @@ import json
 from typing import NotRequired, TypedDict
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 
 FORMAT = 2
 # Of the record of a fork, which says a number only where it is another one.

@@ -20,7 +20,8 @@ from gspo_core.log.layout import (
     step_name,
 )
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position, in_history
+from gspo_core.position import Position
+from gspo_core.staleness import in_history
 
 Read = Callable[[str], bytes]
 """The bytes under a name below the checkpoints. Raises FileNotFoundError, OSError."""

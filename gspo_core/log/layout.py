@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Protocol, Self, TypeVar
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 
 
 class Folder(Protocol):

@@ -18,10 +18,11 @@ from gspo_core.log import layout
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.checkpoints import DAMAGE, UnknownCheckpointFormat, decode_fork, encode_checkpoint
 from gspo_core.log.manifests import decode_manifest, encode_manifest
+from gspo_core.position import Position
 from gspo_core.replay.bundle import model_digests
-from gspo_core.replay.chain import Chain, Link, Published, Start
+from gspo_core.replay.chain import Chain, ChainLink, Published, Start
 from gspo_core.replay.past import DamagedPast, NotKept, Past, digests
-from gspo_core.staleness import Position, staleness
+from gspo_core.staleness import staleness
 from gspo_core.types import Trajectory
 from gspo_core.versions import WeightsManifest
 
@@ -66,7 +67,7 @@ def audit(past: Past, job: str, last: int | None = None, wanted: Wanted = none_w
             _check_checkpoint(past, at)
             found.checkpoints.append(at.step)
     versions = {one.version: one for one in past.versions()}
-    begin, links = _start(past, start, found), list[Link]()
+    begin, links = _start(past, start, found), list[ChainLink]()
     for step in steps:
         batch = past.batch(step)
         if _is_fed(past, batch, job):
@@ -79,10 +80,10 @@ def audit(past: Past, job: str, last: int | None = None, wanted: Wanted = none_w
     return found
 
 
-def _link(past: Past, batch: LoggedBatch, found: Audited) -> Link:
+def _link(past: Past, batch: LoggedBatch, found: Audited) -> ChainLink:
     erased = [f"{group}/{member}" for group, member in sorted(batch.erased)]
     published = _published(past, batch.step, found)
-    return Link(batch.step, batch.epoch, _sha256(past.batch_bytes(batch.step)), erased, published)
+    return ChainLink(batch.step, batch.epoch, _sha256(past.batch_bytes(batch.step)), erased, published)
 
 
 def whole_way(past: Past, end: int) -> tuple[Position | None, list[int]]:

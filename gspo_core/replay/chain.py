@@ -48,7 +48,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One step."""
 
     step: int
@@ -67,14 +67,14 @@ class Chain:
     accepted: str
     """sha256 of the record of its specification."""
     start: Start
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
 
     @property
     def head(self) -> str:
         return digests_of(self)[-1]
 
     @property
-    def stages(self) -> tuple[Start | Link, ...]:
+    def stages(self) -> tuple[Start | ChainLink, ...]:
         """The beginning and the links."""
         return (self.start, *self.links)
 
@@ -125,8 +125,8 @@ def decode_chain(data: bytes) -> Chain:
     return chain
 
 
-def _link(record: dict[str, Any]) -> Link:
-    return Link(record["step"], record["epoch"], record["batch"], record["erased"], _versions(record))
+def _link(record: dict[str, Any]) -> ChainLink:
+    return ChainLink(record["step"], record["epoch"], record["batch"], record["erased"], _versions(record))
 
 
 def _versions(record: dict[str, Any]) -> dict[str, Published]:
@@ -153,7 +153,7 @@ def differences(older: Chain, newer: Chain) -> Iterator[str]:
     )
 
 
-def _differing(link: Link, now: Link) -> Iterator[str]:
+def _differing(link: ChainLink, now: ChainLink) -> Iterator[str]:
     if link.epoch != now.epoch:
         yield f"was taken by epoch {link.epoch}, now epoch {now.epoch} is said to have taken it"
     elif erased := sorted(set(now.erased) - set(link.erased)):

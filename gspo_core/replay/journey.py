@@ -16,10 +16,10 @@ from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning, learner_config
 from gspo_core.log.steps import train_again
+from gspo_core.position import Position
 from gspo_core.replay.on_ranks import shared_folder
 from gspo_core.replay.past import DamagedPast, Past
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 
 Say = Callable[[str], None]
 

@@ -31,8 +31,9 @@ from gspo_core.log.history import LostForkRecord, forks_among, lineage_of
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.manifests import decode_row
 from gspo_core.log.records import AcceptedJob, DamagedRecord, VersionRecord, decode_record
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position, UnknownVersion, in_history
+from gspo_core.staleness import UnknownVersion, in_history
 from gspo_core.versions import WeightsManifest
 
 

@@ -13,9 +13,9 @@ from typing import Any, Self
 from gspo_core.json_value import JSON
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.changes import ImpossibleChange, Without, changed_spec, idle_settings, missing
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 
 
 @dataclass(frozen=True)

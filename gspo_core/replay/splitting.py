@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from gspo_core.json_value import JSON
 from gspo_core.log.sequences import TrainBatch
 from gspo_core.log.steps import logged_sequences, train_again
+from gspo_core.position import Position
 from gspo_core.replay.journey import Say, arrive, compute_alike, say_nothing
 from gspo_core.replay.past import Past
-from gspo_core.staleness import Position, in_history
+from gspo_core.staleness import in_history
 
 Floats = NDArray[np.float64]
 PARTS = ("mismatch", "staleness", "update")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gspo_core.env import Environment
 from gspo_core.json_value import JSON
-from gspo_core.starter.playing import Episode, chosen, play
+from gspo_core.starter.playing import PlayedEpisode, chosen, play
 
 NUM_EPISODES, PLAYED_S = 8000, 30.0
 NUM_STEPS, BATCH_SIZE = 240, 24
@@ -77,7 +77,7 @@ def _telling(say: Say) -> Callable[[int], None]:
     return tell
 
 
-def _teach(made: Path, untrained: Path, episodes: Sequence[Episode], seed: int, say: Say) -> None:
+def _teach(made: Path, untrained: Path, episodes: Sequence[PlayedEpisode], seed: int, say: Say) -> None:
     import torch
 
     from gspo_core.chat import HermesCodec, load_tokenizer

@@ -30,7 +30,7 @@ MAX_FAILURES = 16
 
 
 @dataclass(frozen=True)
-class Episode:
+class PlayedEpisode:
     prompt: Sequence[Message]
     tools: Sequence[ToolSchema]
     said: Sequence[Message]
@@ -47,10 +47,10 @@ async def play(
     max_turns: int,
     seconds: float,
     tell: Callable[[int], None] = lambda _: None,
-) -> list[Episode]:
+) -> list[PlayedEpisode]:
     """At most ``number`` episodes, in about ``seconds``. Raises ``EnvironmentFailed`` where hardly any is well."""
     generator, began = random.Random(seed), time.monotonic()
-    found: list[Episode] = []
+    found: list[PlayedEpisode] = []
     num_failures = 0
     while len(found) < number and (time.monotonic() - began < seconds or not found):
         task = await environment.task(Split.TRAIN, generator.randrange(environment.num_tasks(Split.TRAIN)))
@@ -66,7 +66,7 @@ async def play(
 
 async def _episode(
     environment: Environment, timeouts: Timeouts, task: Mapping[str, JSON], generator: random.Random, max_turns: int
-) -> Episode:
+) -> PlayedEpisode:
     session = environment.session(limits=timeouts, episode_id="starter")
     said: list[Message] = []
     paid = 0.0
@@ -88,7 +88,7 @@ async def _episode(
         await session.close()
     while said and said[-1]["role"] != "assistant":  # nobody reads what it was answered last
         said.pop()
-    return Episode(start.messages, start.tools, said, reward + paid)
+    return PlayedEpisode(start.messages, start.tools, said, reward + paid)
 
 
 def _actions(
@@ -120,18 +120,18 @@ def _message(action: Action) -> Message:
     }
 
 
-def chosen(episodes: Sequence[Episode], count: int, generator: random.Random) -> list[Episode]:
+def chosen(episodes: Sequence[PlayedEpisode], count: int, generator: random.Random) -> list[PlayedEpisode]:
     """Most of them from those that did better than others at the same task, so that what is good is found again."""
     better = better_ones(episodes)
     return [generator.choice(better if place % 4 else episodes) for place in range(count)]
 
 
-def better_ones(episodes: Sequence[Episode]) -> Sequence[Episode]:
+def better_ones(episodes: Sequence[PlayedEpisode]) -> Sequence[PlayedEpisode]:
     """Those that earned the most of their task's, where not all earned the same; of equal ones the shorter half."""
-    by_task: dict[str, list[Episode]] = {}
+    by_task: dict[str, list[PlayedEpisode]] = {}
     for one in episodes:
         by_task.setdefault(json.dumps(list(one.prompt)), []).append(one)
-    found: list[Episode] = []
+    found: list[PlayedEpisode] = []
     for alike in by_task.values():
         most = max(one.reward for one in alike)
         if most > min(one.reward for one in alike):

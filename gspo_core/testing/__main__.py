@@ -20,7 +20,7 @@ from typing import Literal, Required, TypedDict
 from gspo_core.api_answers import NOT_LOADED
 from gspo_core.env import AgentStart, Environment, EnvironmentFailed, InvalidEnvironment, load_environment
 from gspo_core.env.loading import UnreachableEnvironment
-from gspo_core.environment_records import CheckRecord, JudgedRecord
+from gspo_core.environment_records import CheckRecord, JudgedRecord, Starts
 from gspo_core.json_value import JSON
 from gspo_core.outbound import guard_connections, parse_networks
 from gspo_core.testing import excerpts
@@ -83,7 +83,7 @@ class Told(TypedDict, total=False):
 
 
 class Result(TypedDict):
-    result: JSON | excerpts.TaskExcerpt | excerpts.Played | excerpts.Starts
+    result: JSON | excerpts.TaskExcerpt | excerpts.Played | Starts
 
 
 class Refusal(TypedDict):

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from gspo_core.env import AgentEnvironment, EnvironmentFailed
-from gspo_core.env.agent_runs import AgentFailed, Llm, variables_for
+from gspo_core.env.agent_runs import AgentFailed, variables_for
+from gspo_core.environment_contract import Llm
 from gspo_core.json_value import JSON
 from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split

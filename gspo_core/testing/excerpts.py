@@ -11,8 +11,9 @@ from typing import TypedDict
 
 from gspo_core.api_answers import TrialCall, TrialEntry
 from gspo_core.env import Environment, ParsedTurn, Timeouts, ToolCall
+from gspo_core.environment_records import FirstPrompt, Starts
 from gspo_core.json_value import JSON
-from gspo_core.messages import CallStatus, Message, ToolSchema
+from gspo_core.messages import CallStatus
 from gspo_core.testing.rehearsal import as_turn
 from gspo_core.testing.watch import oracle_of
 from gspo_core.types import Split
@@ -33,17 +34,6 @@ class Played(TypedDict):
     stop_reason: str | None
     reward: float
     reward_parts: dict[str, float]
-
-
-class FirstPrompt(TypedDict):
-    task: int
-    messages: Sequence[Message]
-    tools: Sequence[ToolSchema]
-
-
-class Starts(TypedDict):
-    starts: list[FirstPrompt]
-    limits: Mapping[str, JSON]
 
 
 class ScriptedCall(TypedDict):

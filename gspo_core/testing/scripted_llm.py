@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeAlias
 
-from gspo_core.env.agent_runs import Llm
+from gspo_core.environment_contract import Llm
 from gspo_core.json_value import JSON
 
 Said: TypeAlias = str | tuple[str, dict[str, JSON]] | list[tuple[str, dict[str, JSON]]]

@@ -15,7 +15,7 @@ from services.api.http.audit import Audit
 from services.api.http.context import Backend
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import DataDir
-from services.hosts.registry import EnvironmentRegistry
+from services.files.environments.registry import EnvironmentRegistry
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, tell_unread_settings
 from services.state.away import Away

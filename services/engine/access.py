@@ -17,7 +17,7 @@ from services.engines.keys import KeyPair
 _OPEN = frozenset({"/health", "/health_generate", "/ready"})
 
 
-class Access:
+class EngineAccess:
     """Middleware. ``control`` are the paths of control calls."""
 
     def __init__(self, app: ASGIApp, keys: KeyPair, control: frozenset[str]) -> None:

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gspo_core import lora_adapter
-from services.engine.access import Access
+from services.engine.access import EngineAccess
 from services.engine.checkpoint import CheckpointRejected
 from services.engine.engine import CacheNotFlushed, EmbeddedEngine
 from services.engine.protocol import (
@@ -80,7 +80,7 @@ def create_app(
     return Starlette(
         routes=routes,
         exception_handlers={BadRequest: on_bad_request, HTTPException: on_http_error},
-        middleware=[Middleware(Access, keys=keys or KeyPair(), control=_CONTROL)],
+        middleware=[Middleware(EngineAccess, keys=keys or KeyPair(), control=_CONTROL)],
     )
 
 

@@ -22,7 +22,7 @@ _NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedPrefix:
     """The first ``length`` tokens of slot ``slot``; in row ``row`` of the cache while it runs, later in ``kv``."""
 
     slot: int
@@ -35,15 +35,15 @@ class PrefixCache:
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
-        self._finished: OrderedDict[int, Entry] = OrderedDict()
-        self._entries: list[Entry | None] = []
+        self._finished: OrderedDict[int, CachedPrefix] = OrderedDict()
+        self._entries: list[CachedPrefix | None] = []
         self._free: list[int] = []
         self._tokens = np.full((16, 256), _NO_TOKEN, dtype=np.int32)
         self._spaces = np.full(16, -1, dtype=np.int64)
         self._ready = np.zeros(16, dtype=np.bool_)
         self._space_ids: dict[str | None, int] = {}
 
-    def match(self, tokens: NDArray[np.int32], space: str | None) -> tuple[Entry | None, int, int]:
+    def match(self, tokens: NDArray[np.int32], space: str | None) -> tuple[CachedPrefix | None, int, int]:
         """(entry, its common tokens, common tokens of an entry that is being computed right now).
 
         At most all tokens but the last are matched: the last one has to be computed to predict the next.
@@ -66,7 +66,7 @@ class PrefixCache:
             self._finished.move_to_end(entry.slot)
         return entry, length, pending
 
-    def start(self, tokens: NDArray[np.int32], space: str | None, row: int) -> Entry:
+    def start(self, tokens: NDArray[np.int32], space: str | None, row: int) -> CachedPrefix:
         """An entry for a request whose tokens are being computed, until ``ready`` is called."""
         if self._free:
             slot = self._free.pop()
@@ -78,13 +78,13 @@ class PrefixCache:
         self._tokens[slot, : len(tokens)] = tokens
         self._spaces[slot] = self._space_ids.setdefault(space, len(self._space_ids))
         self._ready[slot] = False
-        entry = self._entries[slot] = Entry(slot, len(tokens), row)
+        entry = self._entries[slot] = CachedPrefix(slot, len(tokens), row)
         return entry
 
-    def ready(self, entry: Entry) -> None:
+    def ready(self, entry: CachedPrefix) -> None:
         self._ready[entry.slot] = True
 
-    def finish(self, entry: Entry, tokens: NDArray[np.int32], kv: KVPrefix) -> None:
+    def finish(self, entry: CachedPrefix, tokens: NDArray[np.int32], kv: KVPrefix) -> None:
         """The request of ``entry`` has ended; ``kv`` holds all of ``tokens``."""
         self._reserve(entry.slot + 1, len(tokens))
         self._tokens[entry.slot, : len(tokens)] = tokens
@@ -94,7 +94,7 @@ class PrefixCache:
         while self._used_bytes > self._budget_bytes:
             self.drop(next(iter(self._finished.values())))
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: CachedPrefix) -> None:
         if self._entries[entry.slot] is not entry:
             return
         self._entries[entry.slot] = None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.model import Batch, Decoder, Prefill
-from services.engine.prefix_cache import Entry, PrefixCache
+from services.engine.prefix_cache import CachedPrefix, PrefixCache
 from services.engine.sampling import sample, uniforms
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -63,7 +63,7 @@ class Finish(TypedDict, total=False):
     err_type: None
 
 
-class Load(TypedDict):
+class SchedulerLoad(TypedDict):
     timestamp: float
     dp_rank: int
     num_running_reqs: int
@@ -94,7 +94,7 @@ class Request:
     """None until it first ran."""
     num_retractions: int = 0
     finish: Finish | None = None
-    entry: Entry | None = None
+    entry: CachedPrefix | None = None
     """None when its keys and values stem from several versions: no other request may use them."""
 
     def mark(self, label: str) -> None:
@@ -223,7 +223,7 @@ class Scheduler:
         rows["place"] += np.uint64(1)
         self._record(ids_B.tolist(), logprobs_B.tolist())
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """A snapshot, named as in the protocol's ``/v1/loads``."""
         num_used = int(self._rows["num_cached"][: len(self.running)].sum())
         num_waiting_tokens = sum(len(request.prompt) + len(request.output_ids) for request in self.waiting)
@@ -263,7 +263,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(postponed))
         return prefills, new_ids
 
-    def _join(self, request: Request, tokens: NDArray[np.int32], entry: Entry | None, num_shared: int) -> None:
+    def _join(self, request: Request, tokens: NDArray[np.int32], entry: CachedPrefix | None, num_shared: int) -> None:
         row = len(self.running)
         self._cache.reserve(row + 1, len(tokens))
         if entry is not None and entry.kv is not None:

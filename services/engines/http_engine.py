@@ -17,6 +17,7 @@ import msgspec
 
 from gspo_core.http_connection import HttpAnswer
 from gspo_core.invariants import MAX_LOGPROB
+from gspo_core.token_ids import TokenIds
 from services.engines.errors import (
     EngineError,
     EngineKeyRefused,
@@ -25,7 +26,6 @@ from services.engines.errors import (
     EngineUnavailable,
 )
 from services.engines.keys import KeyPair, refusal
-from services.engines.token_ids import TokenIds
 from services.engines.transport import EngineHttp, EngineTransport
 
 CONNECT_TIMEOUT_S = 5.0

@@ -33,13 +33,13 @@ class NoBuckets(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class WeightBucket:
     tensors: tuple[Described, ...]
     data: Tensor
     """Bytes."""
 
 
-def buckets_in(directory: Path, max_bytes: int = MAX_BYTES) -> list[Bucket]:
+def buckets_in(directory: Path, max_bytes: int = MAX_BYTES) -> list[WeightBucket]:
     """All tensors of the safetensors files of a folder. Raises NoBuckets."""
     return [bucket for path in sorted(directory.glob("*.safetensors")) for bucket in _buckets_of(path, max_bytes)]
 
@@ -60,7 +60,7 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * kind.itemsize
 
 
-def _buckets_of(path: Path, max_bytes: int) -> Iterator[Bucket]:
+def _buckets_of(path: Path, max_bytes: int) -> Iterator[WeightBucket]:
     raw = np.memmap(path, np.uint8, "c")
     raw[::_PAGE_BYTES].max()
     body = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES].tobytes(), "little")
@@ -69,14 +69,14 @@ def _buckets_of(path: Path, max_bytes: int) -> Iterator[Bucket]:
     for (first, end), one in _in_order(path, raw[_LENGTH_BYTES:body].tobytes()):
         begins, ends = body + first, body + end
         if held and (one[1] != held[-1][1] or begins != stop or ends - start > max_bytes):
-            yield Bucket(tuple(held), torch.from_numpy(raw[start:stop]))
+            yield WeightBucket(tuple(held), torch.from_numpy(raw[start:stop]))
             held = []
         if not held:
             start = begins
         held.append(one)
         stop = ends
     if held:
-        yield Bucket(tuple(held), torch.from_numpy(raw[start:stop]))
+        yield WeightBucket(tuple(held), torch.from_numpy(raw[start:stop]))
 
 
 def _in_order(path: Path, header: bytes) -> list[tuple[tuple[int, int], Described]]:

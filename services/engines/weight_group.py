@@ -19,7 +19,7 @@ from typing import TypedDict
 from services.engines.errors import EngineDirty, EngineError, EngineRejected
 from services.engines.process_group import ProcessGroup, backend_for
 from services.engines.protocol import Engine, info_within
-from services.engines.weight_buckets import Bucket
+from services.engines.weight_buckets import WeightBucket
 from services.process.ports import free_port
 
 _LEAVE_S = 5.0
@@ -111,7 +111,7 @@ class WeightGroup:
 
     async def send(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[WeightBucket],
         label: str,
         *,
         flush_cache: bool | Mapping[str, bool] = True,
@@ -120,7 +120,7 @@ class WeightGroup:
         """Replaces the weights of all engines, which then name them ``label``. ``flush_cache`` may differ by engine."""
         flushes = {url: flush_cache if isinstance(flush_cache, bool) else flush_cache[url] for url in self.urls}
 
-        def takes(bucket: Bucket, *, is_last: bool) -> Callable[[Engine], Awaitable[None]]:
+        def takes(bucket: WeightBucket, *, is_last: bool) -> Callable[[Engine], Awaitable[None]]:
             return lambda engine: engine.receive_weights(
                 bucket.tensors,
                 group=self._name,
@@ -148,7 +148,9 @@ class WeightGroup:
             async with asyncio.timeout(_LEAVE_S):
                 await engine.leave_weight_group(self._name)
 
-    async def _all(self, call: Callable[[Engine], Awaitable[None]], bucket: Bucket | None = None) -> Failed | None:
+    async def _all(
+        self, call: Callable[[Engine], Awaitable[None]], bucket: WeightBucket | None = None
+    ) -> Failed | None:
         """Calls all engines, and sends the bucket meanwhile."""
         calls = {engine.url: asyncio.ensure_future(call(engine)) for engine in self._engines}
         sending = asyncio.ensure_future(self._send(bucket))
@@ -164,7 +166,7 @@ class WeightGroup:
             for task in tasks:
                 task.cancel()
 
-    async def _send(self, bucket: Bucket | None) -> None:
+    async def _send(self, bucket: WeightBucket | None) -> None:
         if bucket is not None:
             await self._group.broadcast([bucket.data.to(self._device)])
 

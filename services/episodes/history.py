@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from gspo_core.chat import ChatCodec, NotText
-from gspo_core.env import IMAGES, EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
-from gspo_core.messages import ForkReason
+from gspo_core.environment_contract import IMAGES, EnvironmentFailed, Start
+from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 from gspo_core.observations import within
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_core.token_ids import TokenIds
 from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, TurnReward
 from services.engines.protocol import Span
-from services.engines.token_ids import TokenIds
 from services.episodes.policy import Sampled
 
 

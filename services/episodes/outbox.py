@@ -16,8 +16,8 @@ from typing import Protocol
 
 from gspo_core.codec import encode
 from gspo_core.types import Segment
-from services.episodes.retry import Retrier
 from services.state.queue import Append, Kept
+from services.state.retry import Retrier
 
 # One call blocks the server while it runs; several short ones let others in between.
 MAX_CALL_BYTES = 4 * 1024 * 1024

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo_core.chat import ChatCodec
-from gspo_core.env import Start
+from gspo_core.environment_contract import Start
 from gspo_core.evaluation.policy import PolicyUnusable, Turn
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits

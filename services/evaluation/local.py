@@ -18,14 +18,14 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from gspo_core.env import Llm
+from gspo_core.environment_contract import Llm
 from gspo_core.evaluation.policy import LocalPolicyOrder, Policy, PolicyUnusable
 from gspo_core.spec import ChatSpec, EpisodeLimits
 from services.engines.keys import SETTING
 from services.engines.kinds import open_engines
 from services.engines.protocol import Engine
 from services.evaluation.conversation import TokenConversation, TokenSampler
-from services.evaluation.models import Found, find_model
+from services.evaluation.models import FoundModel, find_model
 from services.process.children import die_with_parent
 from services.process.ports import free_port
 from services.workers.loading import JobNotServable, read_model
@@ -90,7 +90,7 @@ class _Child:
 
 
 @contextmanager
-def _engine_process(found: Found, order: LocalPolicyOrder) -> Iterator[_Child]:
+def _engine_process(found: FoundModel, order: LocalPolicyOrder) -> Iterator[_Child]:
     port = free_port()
     device = _device(order.device)
     options = {

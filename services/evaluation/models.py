@@ -24,27 +24,27 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundModel:
     directory: Path
     chat: Mapping[str, JSON] = field(default_factory=dict)
     """How its job speaks to it."""
 
 
-def find_model(name: str, api_url: str) -> Found:
+def find_model(name: str, api_url: str) -> FoundModel:
     """Raises ``PolicyUnusable``. Blocks, for as long as an export takes."""
     if (match := _JOB.fullmatch(name)) is not None:
         return _checkpoint(match, api_url)
     if (directory := Path(name)).is_dir():
-        return Found(directory.resolve())
+        return FoundModel(directory.resolve())
     hub_name = HubName.parse(name)
     fetched = None if hub_name is None else _data_dir().hub.fetched(HubKind.MODEL, hub_name)
     if fetched is not None:
-        return Found(fetched)
+        return FoundModel(fetched)
     fetch = f"; `gspo fetch {name}` fetches it, if it is a model of the hub" if hub_name is not None else ""
     raise PolicyUnusable(f"{name} is no directory with a model here{fetch}")
 
 
-def _checkpoint(match: re.Match[str], api_url: str) -> Found:
+def _checkpoint(match: re.Match[str], api_url: str) -> FoundModel:
     job_id = match["job"]
     try:
         with Client(api_url, api_key=os.environ.get("GSPO_API_KEY")) as client:
@@ -61,7 +61,7 @@ def _checkpoint(match: re.Match[str], api_url: str) -> Found:
             f"{checkpoint_id} lies in {path} of its installation's data directory, which is not {_data_dir().path} "
             "on this machine: set GSPO_DATA_DIR, or copy it and name the copy"
         )
-    return Found(directory, chat if isinstance(chat, dict) else {})
+    return FoundModel(directory, chat if isinstance(chat, dict) else {})
 
 
 def _asked(match: re.Match[str]) -> str | None:

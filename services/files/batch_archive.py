@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from gspo_core.log.archive import pack, plain
 from gspo_core.log.batches import DamagedBatch
-from gspo_core.staleness import Position, in_history
+from gspo_core.position import Position
+from gspo_core.staleness import in_history
 from services.files.durable import make_directory, write_once
 from services.files.job_dir import JobDir, positions_in
 from services.process.telemetry import get_logger

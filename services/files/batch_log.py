@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from gspo_core.log import batches
 from gspo_core.log.batches import BatchExtra, DamagedBatch, LoggedBatch, UnknownBatchSchema, decode_batch, encode_batch
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Group
 from services.files.durable import make_directory, remove_unfinished, write_once
 from services.files.job_dir import JobDir, parse_step_name, positions_in, step_name

@@ -28,7 +28,7 @@ class BucketRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     name: str
     size_bytes: int
     written_at: datetime
@@ -76,13 +76,13 @@ class Bucket:
             for piece in obstore.get(self._store, name).stream(min_chunk_size=PIECE_BYTES):
                 yield bytes(piece)
 
-    def entries(self, folder: str) -> Iterator[Entry]:
+    def entries(self, folder: str) -> Iterator[BucketEntry]:
         import obstore
 
         with _named(self.address, folder):
             for some in obstore.list(self._store, folder):
                 for one in some:
-                    yield Entry(one["path"], one["size"], one["last_modified"])
+                    yield BucketEntry(one["path"], one["size"], one["last_modified"])
 
     def remove(self, names: list[str]) -> None:
         import obstore

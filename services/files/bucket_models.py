@@ -10,7 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from services.files.bucket import Bucket, Entry
+from services.files.bucket import Bucket, BucketEntry
 from services.files.data_dir import HubKind
 from services.files.disk_space import raising_no_room
 from services.files.durable import whole_directory
@@ -29,7 +29,7 @@ def fetch_from(bucket: Bucket, kind: HubKind, target: Path) -> Path:
     return target
 
 
-def _copy(bucket: Bucket, entry: Entry, directory: Path) -> None:
+def _copy(bucket: Bucket, entry: BucketEntry, directory: Path) -> None:
     if ".." in PurePosixPath(entry.name).parts:
         raise NotFetched(f"{bucket.address}: {entry.name} leads elsewhere")
     path = directory / entry.name

@@ -29,7 +29,8 @@ from gspo_core.log.layout import (
     fork_records,
 )
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position, in_history
+from gspo_core.position import Position
+from gspo_core.staleness import in_history
 from services.files.checkpoint_storage import CheckpointStorage, Stored, StoredFile, storage_of
 from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, parse_step_name, step_name

@@ -22,8 +22,8 @@ from gspo_core.log.archive import pack
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.erasing import Member, users_of, without_texts
 from gspo_core.log.trained import decode_trained, encode_trained
+from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Trajectory
 from services.files.batch_log import DamagedBatchLog, read_batch
 from services.files.durable import flush_directory, temporary_name

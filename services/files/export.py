@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent

@@ -12,7 +12,7 @@ from typing import Literal
 
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.durable import whole_directory
 from services.files.job_dir import JobDir

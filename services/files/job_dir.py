@@ -22,7 +22,7 @@ from gspo_core.log.layout import (
     step_name,
     version_name,
 )
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 
 __all__ = [
     "JobDir",

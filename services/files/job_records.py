@@ -20,7 +20,7 @@ from gspo_core.log.records import (
     decode_record,
     encode_record,
 )
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.durable import make_directory, remove_directory, write_once
 from services.files.job_dir import JobDir, numbered_in, versions_in
 

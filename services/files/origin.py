@@ -17,9 +17,9 @@ from pathlib import Path
 from gspo_core.log import layout
 from gspo_core.log.batches import ErasedStep, LoggedBatch, require_whole
 from gspo_core.log.changes import ImpossibleChange, Without, lessened, missing
+from gspo_core.position import Position
 from gspo_core.replay.past import NotKept, Past, PastError
 from gspo_core.spec import ParentSpec
-from gspo_core.staleness import Position
 from services.files.durable import whole_directory
 from services.files.job_dir import JobDir, step_name
 from services.files.recording import Rewards, changed_log, require_known

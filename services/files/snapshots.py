@@ -38,11 +38,11 @@ MAX_OPEN = 2 * AT_ONCE
 GRACE = timedelta(days=1)
 
 
-class Damaged(Exception):
+class SnapshotDamaged(Exception):
     """An object or a snapshot is not what it was; the message names it."""
 
 
-class Conflict(Exception):
+class RestoreConflict(Exception):
     """Something else is where a restored file belongs."""
 
 
@@ -205,7 +205,7 @@ def read(bucket: Bucket, name: str) -> Snapshot:
         models = {directory: _files_from(files) for directory, files in given["models"].items()}
         return Snapshot(name, given["made_at"], given["release"], _files_from(given["files"]), models)
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
+        raise SnapshotDamaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
 
 
 def _files_from(given: Mapping[str, Any]) -> dict[str, Saved]:
@@ -252,7 +252,7 @@ def restore(
     there = DataDir(data_dir).jobs.accepted()
     wanted = set(snapshot.jobs if only is None else only)
     if unknown := wanted - set(snapshot.jobs):
-        raise Conflict(f"the snapshot {snapshot.name} has no job {', '.join(sorted(unknown))}")
+        raise RestoreConflict(f"the snapshot {snapshot.name} has no job {', '.join(sorted(unknown))}")
     if mixed := there.keys() & wanted if only is not None else there.keys():
         raise JobsAreThere(f"{data_dir} already holds {', '.join(sorted(mixed)[:3])}: two histories do not mix")
     files = {path: one for path, one in snapshot.files.items() if _is_wanted(path, only)}
@@ -289,7 +289,7 @@ class _Bringing:
     def _bring(self, path: Path, saved: Saved) -> None:
         if path.exists():
             if _digest_of(path) != saved.sha256:
-                raise Conflict(f"{path} is there and differs from the snapshot: move it away")
+                raise RestoreConflict(f"{path} is there and differs from the snapshot: move it away")
             return
         temporary = path.with_name(temporary_name())
         digest = hashlib.sha256()
@@ -301,7 +301,9 @@ class _Bringing:
                 file.flush()
                 os.fsync(file.fileno())
             if digest.hexdigest() != saved.sha256:
-                raise Damaged(f"{self.bucket.address}: {saved.object_name} is not what was saved; {path} needs it")
+                raise SnapshotDamaged(
+                    f"{self.bucket.address}: {saved.object_name} is not what was saved; {path} needs it"
+                )
             os.utime(temporary, ns=(saved.mtime_ns, saved.mtime_ns))
             temporary.rename(path)
         finally:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.log.trained import MemberLogprobs, decode_trained, encode_trained
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import EpisodeKey
 from services.files.durable import make_directory, remove_unfinished, write_once
 from services.files.job_dir import JobDir

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from gspo_core.outbound import parse_networks
 from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
-from services.episodes.retry import Retrier
 from services.files.data_dir import DataDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.gateway.app import build_app
 from services.gateway.attempt import AgentDriver
 from services.gateway.door import Door
@@ -40,7 +40,6 @@ from services.gateway.talk_jobs import TalkJobs
 from services.gateway.talking import Talking
 from services.hosts.policy import WallPolicy
 from services.hosts.pool import Boot
-from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
@@ -55,6 +54,7 @@ from services.state.first_contact import first_contact
 from services.state.functions import Functions, functions_there
 from services.state.loans import Loans
 from services.state.queue import Bus
+from services.state.retry import Retrier
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
 from services.state.talks import Keep, Talks

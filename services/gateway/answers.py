@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
 from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
+from services.gateway.dialects.turns import Answer, Ask, Finish, Usage, VersionSpan, call_id
 from services.gateway.endings import before_stop_text
 from services.gateway.history import Place, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
-from services.gateway.turns import Answer, Ask, Finish, Usage, VersionSpan, call_id
 
 # So much of an answer, found in another conversation's first message, is no chance.
 MIN_QUOTED_CHARS = 24

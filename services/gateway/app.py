@@ -33,6 +33,7 @@ from services.gateway.dialects.gemini_paths import COUNT, PREFIX, PREFIXES, STRE
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import Reader, Sent, without_index
+from services.gateway.dialects.turns import Answering, Turns
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.keys import PAYING
@@ -41,7 +42,6 @@ from services.gateway.requests import RequestMiddleware, dialect_of, is_gemini, 
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace, Reply, fault_reply, json_reply
-from services.gateway.turns import Answering, Turns
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OpenAIChat(),

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from gspo_core.env import AgentSession, EnvironmentFailed, Llm, Session, Witness
-from gspo_core.env.agents import NO_REWARD
+from gspo_core.environment_contract import NO_REWARD, AgentSession, EnvironmentFailed, Llm, Session, Witness
 from gspo_core.evidence import MAX_WHY_CHARS, TASK, both, gathered
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason

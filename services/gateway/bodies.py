@@ -20,8 +20,8 @@ from starlette.requests import Request
 
 from gspo_core import strict_json
 from gspo_core.json_value import JSON
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.nodes import has_more_nodes
-from services.gateway.turns import Refusal, RefusalKind
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator
 
 from gspo_core.types import StopReason
 from services.episodes.repetition import goes_in_circles
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.live import LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.tape import Tape
-from services.gateway.turns import Refusal, RefusalKind
 from services.workers.setting import Order
 
 

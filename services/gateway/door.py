@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TypeVar
 
 from gspo_core.types import EpisodeKey
+from services.gateway.dialects.turns import OVER, Ask, Refusal, RefusalKind
 from services.gateway.episode import AgentEpisode
 from services.gateway.keys import Attempt, Keys, Named, UnknownKey
 from services.gateway.late import LateRewards
 from services.gateway.live import Delivery
-from services.gateway.turns import OVER, Ask, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.state.queue_records import RewardWord
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.turns import Answering, Ask, Turns
+from services.gateway.dialects.turns import Answering, Ask, Turns
 from services.state.talks import PREFIX
 
 

@@ -22,6 +22,7 @@ from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
 from services.gateway.canonical import of_key
+from services.gateway.dialects.turns import ERASED, Ask, Refusal, RefusalKind
 from services.gateway.endings import first_call_end, head, stop_text_end
 from services.gateway.history import MAX_REPEAT_KEYS, History, Place, Rewritten, TurnEntry
 from services.gateway.keys import Attempt
@@ -34,7 +35,6 @@ from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.tree_parts import Part, TreeParts
-from services.gateway.turns import ERASED, Ask, Refusal, RefusalKind
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import Erased
 from services.workers.setting import EpisodeSetting, Order

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ValidationError
 
 from gspo_core.chat import ChatCodec
-from gspo_core.env import EnvironmentFailed, Llm, Start
-from gspo_core.env.agents import NO_REWARD
+from gspo_core.environment_contract import NO_REWARD, EnvironmentFailed, Llm, Start
 from gspo_core.evidence import JUDGE, gathered
 from gspo_core.json_value import JSON
 from gspo_core.judge_spec import JudgeSpec, NoScore
@@ -27,11 +26,11 @@ from gspo_core.placeholders import NoSuchField
 from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff
 from services.gateway.judge_keys import JudgeKeys, NoKey
 from services.gateway.outbound_http import AWAY, AnswerTooLong, HttpAnswer, OutboundHttp
 from services.gateway.played import PlayedSession
 from services.gateway.reading import read
+from services.state.retry import Backoff
 from services.workers.setting import EpisodeSetting
 
 PAUSES = Backoff(first_s=1.0, max_s=30.0)

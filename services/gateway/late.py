@@ -18,13 +18,13 @@ from gspo_core.codec import decode
 from gspo_core.types import Outcome, Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.outbox import to_append
-from services.episodes.retry import Retrier
 from services.gateway.answers import turn_number
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.keys import Named
 from services.gateway.paying import ANYBODY, Payer
-from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
+from services.state.retry import Retrier
 from services.workers.scoring import in_order
 
 SCHEMA = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gspo_core.chat.text import text_of
-from services.gateway.turns import Ask
+from services.gateway.dialects.turns import Ask
 
 # Encoding more takes tens of milliseconds, in which nobody else is answered.
 LONG_BYTES = 64 << 10

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
+from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, call_id
 from services.gateway.endings import certain_ids
 from services.gateway.history import TurnEntry
 from services.gateway.reading import Reading, certain
 from services.gateway.tape import TapedTurn
-from services.gateway.turns import Answer, Ask, Piece, Refusal, call_id
 
 # Its tools can be large, and an episode keeps each of its turns.
 _ANSWERED = Ask(())

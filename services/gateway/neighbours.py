@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from gspo_core.types import EpisodeKey
-from services.gateway.turns import ERASED, Refusal, RefusalKind
+from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind
 from services.state.fleet import Fleet
 from services.state.queue import Bus
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 
 Source = Literal["returned", "judge", "posted"]
 """As a job says it; with None whoever started the agent may post, and the judge's word, or what the agent returned,

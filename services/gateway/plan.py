@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
+from services.gateway.dialects.turns import Ask, Refusal, RefusalKind, ToolChoice
 from services.gateway.history import History, Place, Rewritten, TurnEntry
 from services.gateway.lengths import is_long, may_be_too_long, num_beyond
 from services.gateway.tape import Tape, TapedTurn
-from services.gateway.turns import Ask, Refusal, RefusalKind, ToolChoice
 from services.gateway.written_back import added
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from gspo_core.env import Llm, Start
+from gspo_core.environment_contract import Llm, Start
 from gspo_core.json_value import JSON
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from services.gateway.turns import Answer, Answering, Piece
+from services.gateway.dialects.turns import Answer, Answering, Piece
 
 PATIENCE_S = 30.0
 

@@ -24,9 +24,9 @@ from services.gateway.dialects.gemini import Gemini
 from services.gateway.dialects.gemini_paths import PREFIX, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.seats import Seats
 from services.gateway.streams import fault_reply
-from services.gateway.turns import Refusal, RefusalKind
 from services.process.telemetry import get_logger
 
 # Keys of episodes begin with it, so that one is found beside a key of another service.

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.bodies import BodyTooLarge
+from services.gateway.dialects.turns import Refusal
 from services.gateway.requests import refused
-from services.gateway.turns import Refusal
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 
 # Agents that start agents of their own share the key of their episode.
 MAX_OPEN_OF_ONE = 64

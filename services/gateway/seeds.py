@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 
+from services.gateway.dialects.turns import Ask
 from services.gateway.tape import TapedTurn
-from services.gateway.turns import Ask
 
 
 def sampling_seed(ask: Ask, turn: TapedTurn) -> int | None:

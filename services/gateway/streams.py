@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gspo_core.json_value import JSON
-from services.gateway import sse
+from services.gateway.dialects import sse
 from services.gateway.dialects.dialect import Dialect, Heading, Question
 from services.gateway.dialects.faults import Fault, fault_of
-from services.gateway.turns import Answer, Answering, Piece, Refusal, RefusalKind
+from services.gateway.dialects.turns import Answer, Answering, Piece, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 
 # So long an answer may begin with an error that clients act on by its status.

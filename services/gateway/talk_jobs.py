@@ -16,12 +16,12 @@ from gspo_core.chat import ChatCodec
 from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings
 from services.state.jobs import JobNotFound
+from services.state.retry import Retrier
 from services.state.store import Store
 from services.workers.engines import EngineTable, JobEngines
 from services.workers.loading import JobNotServable, read_model, read_spec

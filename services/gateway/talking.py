@@ -17,17 +17,17 @@ from typing import NoReturn, cast
 
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import decode
-from gspo_core.env import Environment, Session
+from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox
+from services.gateway.dialects.turns import Ask, Refusal, RefusalKind
 from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.redaction import Redactor, redacted
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
-from services.gateway.turns import Ask, Refusal, RefusalKind
 from services.state.away import Away
 from services.state.queue import Append, EpisodeLease, Kept, Snapshot
 from services.state.refusals import Fenced, Full

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gspo_core.token_ids import TokenIds
 from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, TurnReward
-from services.engines.token_ids import TokenIds
 from services.episodes.ledger import LedgerConflict, masked
 from services.episodes.policy import Sampled
 

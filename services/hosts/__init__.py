@@ -1,1 +1,1 @@
-"""Where environments run: hosts beside a worker or elsewhere, their pools, sessions and registry."""
+"""Where environments run: hosts beside a worker or elsewhere, their pools and sessions."""

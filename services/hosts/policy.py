@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from environments.sandbox.contract import Sandboxes
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from services.files.data_dir import DataDir, HubKind
 from services.hosts.sandboxes.offers import offers
 from services.hosts.server import HostOrder

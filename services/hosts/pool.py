@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from gspo_core.env import EnvironmentFailed, InvalidEnvironment
+from gspo_core.environment_contract import EnvironmentFailed, InvalidEnvironment
 from services.hosts.process import Cause, Death, HostProcess
 from services.hosts.remote import RemoteHost, RemoteProcess
 from services.hosts.server import BootFailed, HostKilled, HostOrder, RunningHost

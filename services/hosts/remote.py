@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import msgspec
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, Reply
 from services.hosts.server import BootFailed, HostOrder

@@ -21,16 +21,17 @@ from pathlib import Path
 import msgspec
 
 from environments.sandbox.contract import Sandboxes
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
-from services.hosts import scratch, wire
+from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
 from services.hosts.sandboxes.relay import Relay
-from services.hosts.walls.control_groups import Group
-from services.hosts.walls.filesystem import SESSIONS
+from services.hosts.walls import scratch
+from services.hosts.walls.control_groups import ControlGroup
 from services.hosts.walls.pids import outer_pid
 from services.hosts.walls.plan import Shown
+from services.hosts.walls.terms import SESSIONS
 from services.hosts.walls.tiers import WALLS, Bounds, Program, Tier
 from services.hosts.wire import HARD_MEMORY_FACTOR, BadFrame, HostDescription
 
@@ -137,7 +138,7 @@ class RunningHost(asyncio.Protocol):
         order: HostOrder,
         connection: socket.socket,
         process: subprocess.Popen[bytes],
-        group: Group | None,
+        group: ControlGroup | None,
         relay: Relay | None = None,
     ) -> None:
         self._order = order
@@ -169,7 +170,7 @@ class RunningHost(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         read_output, write_output = os.pipe()
-        group = Group.make(order.bounds.num_processes) if order.tier else None
+        group = ControlGroup.make(order.bounds.num_processes) if order.tier else None
         relay = None if order.sandboxes is None else Relay(order.sandboxes)
         try:
             process = _spawn(order, theirs, write_output, group, relay)
@@ -406,7 +407,7 @@ def _end_first(pid: int | None) -> None:
 
 
 def _spawn(
-    order: HostOrder, control: socket.socket, output: int, group: Group | None, relay: Relay | None
+    order: HostOrder, control: socket.socket, output: int, group: ControlGroup | None, relay: Relay | None
 ) -> subprocess.Popen[bytes]:
     parent = 0 if order.tier else os.getpid()  # nobody outside has a number behind a wall
     command = [order.python, "-m", "services.hosts.inside", str(control.fileno()), str(parent)]

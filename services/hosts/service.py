@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire

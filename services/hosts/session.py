@@ -15,21 +15,20 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, cast
 
-from gspo_core.env import (
+from gspo_core.environment_contract import (
     AtCapacity,
     EnvironmentFailed,
     Llm,
-    Message,
     Observation,
-    ParsedTurn,
+    Phase,
+    PhaseLimits,
     Start,
     Timeouts,
-    ToolSchema,
 )
-from gspo_core.env.contract import Phase, PhaseLimits
-from gspo_core.env.reported import BeyondBounds, check_all, check_size
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
+from gspo_core.messages import Message, ParsedTurn, ToolSchema
+from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.types import NOTHING, Evidence, Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat

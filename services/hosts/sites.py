@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
-from services.hosts.named_urls import urls_in
-from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry, Registration, parse_reference
+from services.files.environments.named_urls import urls_in
+from services.files.environments.registry import (
+    EnvironmentNotFound,
+    EnvironmentRegistry,
+    Registration,
+    parse_reference,
+)
 from services.hosts.server import HostOrder
 
 Host = TypeVar("Host")

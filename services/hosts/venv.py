@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 
 _BLOCK = re.compile(r"^# /// script\s*$\n(?P<lines>(?:^#(?: .*)?$\n)+?)^# ///\s*$", re.MULTILINE)
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?==([^;,\s]+)$")

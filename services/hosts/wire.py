@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast, final
 
-from gspo_core.env import CallStatus, Message, Observation, ParsedTurn, Start, ToolCall, ToolSchema
+from gspo_core.environment_contract import Observation, Start
 from gspo_core.json_value import JSON
+from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 from gspo_core.types import Split, StopReason
 
 MAX_FRAME_BYTES = 16 << 20

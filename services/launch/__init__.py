@@ -1,3 +1,3 @@
-"""Starting the system: ``topology`` (the processes), ``stack`` and ``up`` (``gspo up``: on this machine), ``launch``
-with ``launchers`` (``gspo launch``: elsewhere).
+"""Starting the system: ``topology`` (the processes), ``stack`` and ``up`` (``gspo up``: on this machine),
+``launchers`` (``gspo launch``: elsewhere).
 """

@@ -9,7 +9,7 @@ from gspo_core.cli.service import ServiceCommand
 
 COMMANDS = (
     ServiceCommand("up", "run the whole stack on this machine until Ctrl-C", "services.launch.up"),
-    ServiceCommand("launch", "run the whole stack elsewhere", "services.launch.launch"),
+    ServiceCommand("launch", "run the whole stack elsewhere", "services.launch.launchers"),
     ServiceCommand("fetch", "fetch a model or a data set of the Hugging Face hub", "services.launch.fetch"),
     ServiceCommand("snapshot", "keep the data directory in a bucket, and bring it back", "services.launch.snapshot"),
     ServiceCommand("audit-log", "print who changed what over the API", "services.launch.audit_log"),

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from services.files.data_dir import DataDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.files.fsck import Fsck
 from services.files.installation import InstallationFiles
-from services.hosts.registry import EnvironmentRegistry
 from services.process.settings import SettingsError, load_settings
 from services.state.away import Away, RedisFault
 from services.state.client import connect

@@ -38,7 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         bucket = Bucket.at(arguments.bucket)
         return {"save": _save, "list": _list, "restore": _restore, "prune": _prune}[arguments.action](bucket, arguments)
-    except (BucketRefused, JobsAreThere, LaterLayout, snapshots.Conflict, snapshots.Damaged, OSError) as error:
+    except (
+        BucketRefused,
+        JobsAreThere,
+        LaterLayout,
+        snapshots.RestoreConflict,
+        snapshots.SnapshotDamaged,
+        OSError,
+    ) as error:
         raise CommandError(str(error)) from error
 
 

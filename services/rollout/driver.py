@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gspo_core.env import Session
+from gspo_core.environment_contract import Session
 from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
 from services.episodes.worlds import WorldSnapshot, num_finished_turns

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from gspo_core.environment_records import Starts
 from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
-from gspo_core.testing.excerpts import Starts
 from services.workers.loading import JobNotServable, read_model
 
 

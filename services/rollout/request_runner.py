@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.keeper import how_it_ended
 from gspo_core.model_files import refusal_of
+from services.files.environments.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
-from services.hosts.walls.control_groups import Group
+from services.hosts.walls.control_groups import ControlGroup
 from services.hosts.walls.tiers import WALLS, Program
 from services.hosts.wire import HARD_MEMORY_FACTOR
 from services.process.children import die_with_parent
@@ -165,7 +165,7 @@ class RequestRunner:
 @contextlib.contextmanager
 def _bounded(order: HostOrder) -> Iterator[list[str]]:
     """The files of the control group of an examination, where there is one."""
-    group = Group.make(order.bounds.num_processes) if order.tier else None
+    group = ControlGroup.make(order.bounds.num_processes) if order.tier else None
     if group is None:
         yield []
         return

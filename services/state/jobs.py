@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 
 
 class JobStatus(StrEnum):

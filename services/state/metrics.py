@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.state.functions import Functions
 from services.state.jobs import JobNotFound
 from services.state.keys import job_key, job_keys

@@ -1,7 +1,7 @@
 """The trainer process: claims a job, dispatches groups, trains complete groups, publishes weights.
 
-Start with ``worker`` (claims jobs), then ``run`` (trains one job step by step), ``run_phase`` (how a run ends) and
-``stopping`` (stop conditions). Each attempt runs in its own process (``attempt_process``, ``attempt_main``,
+Start with ``worker`` (claims jobs), then ``run`` (trains one job step by step), ``telling.run_phase`` (how a run ends)
+and ``stopping`` (stop conditions). Each attempt runs in its own process (``attempt_process``, ``attempt_main``,
 ``attempt``) or under ``torchrun``.
 ``groups``: the path of a group into a batch, from ``tasks`` and ``admission`` to ``batch_selection`` and ``sequences``.
 ``past``: background writing, recovery and replay. ``fleet``: the engines and how they receive weights.

@@ -24,9 +24,9 @@ from services.state.client import connect
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged
 from services.state.store import CancelManner, Claim, JobNotFound, StatusReason, Store
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
 from services.trainer.run import JobRun
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import AWAY, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
 from services.trainer.telling.wandb_run import WandbRun
 

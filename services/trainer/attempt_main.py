@@ -20,7 +20,7 @@ from typing import BinaryIO, NoReturn
 from services.process.own_secrets import hide_secrets
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging
-from services.trainer.attempt_messages import (
+from services.trainer.telling.attempt_messages import (
     Alive,
     Answer,
     AttemptEnd,

@@ -28,7 +28,7 @@ from services.process.first_to_end import sleep_unless
 from services.process.telemetry import get_logger
 from services.state.jobs import HANDED_OVER
 from services.state.store import Claim
-from services.trainer.attempt_messages import (
+from services.trainer.telling.attempt_messages import (
     Alive,
     AttemptEnd,
     Begin,

@@ -25,16 +25,16 @@ from services.state.engine_sightings import EngineSightings
 from services.state.heard_engines import HeardEngines
 from services.state.queue import Bus
 from services.state.store import Claim, Store
-from services.trainer.attempt_messages import Capabilities
 from services.trainer.device import device_of
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import AsAdapters, AsDeltas, FromDisk, ThroughGroup, WeightTransport
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import AnyLearner, RankedLearner
 from services.trainer.ranks.lines import Place
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
+from services.trainer.telling.attempt_messages import Capabilities
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.telling.wandb_run import WandbRun
 

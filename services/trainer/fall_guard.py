@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gspo_core.staleness import Position, in_history
+from gspo_core.position import Position
+from gspo_core.staleness import in_history
 from services.state.refusals import Conflict
 from services.state.store import IllegalTransition
-from services.trainer.run_context import RunContext
+from services.trainer.groups.run_context import RunContext
 from services.trainer.telling.best_evaluation import MEAN, BestEvaluation, Evaluated
 
 

@@ -28,8 +28,8 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
 from gspo_core.log.steps import logged_sequences, settle
 from gspo_core.objective import Alarm
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import Split
 from gspo_core.versions import StepReport
 from services.files.batch_archive import History, archived
@@ -43,13 +43,12 @@ from services.trainer.groups.admission import Admission
 from services.trainer.groups.batch_selection import BatchSelection
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.proven_environments import ProvenEnvironments
+from services.trainer.groups.run_context import RunContext, Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.past.background_writer import BackgroundWriter
 from services.trainer.past.origin import fed_batches, seed
 from services.trainer.past.recovery import Replayed, recover, version_of
 from services.trainer.ranks.learner import AnyLearner, Written
-from services.trainer.run_context import RunContext, Services
-from services.trainer.run_phase import Phase
 from services.trainer.stopping import StopConditions
 from services.trainer.telling.environments import DescribedEnvironments
 from services.trainer.telling.failure import JobFailure
@@ -57,6 +56,7 @@ from services.trainer.telling.hindrances import Hindrances
 from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.players import kind_of
 from services.trainer.telling.reports import Reports, disk_metrics
+from services.trainer.telling.run_phase import Phase
 from services.trainer.telling.watchdog import Watchdog
 
 

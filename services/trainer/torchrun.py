@@ -25,13 +25,13 @@ from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.store import Claim
 from services.trainer.attempt import run_attempt
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.building import capabilities, make_ranked_learner
 from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import FirstRankLost, Follower
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.lines import Place, meet
 from services.trainer.serving import check_settings, serve
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import RanksLost
 
 # Time for leftover work of an ended attempt to finish: a few micro-batches, a file.

@@ -26,9 +26,9 @@ from services.state.fleet_records import TrainerRecord
 from services.state.jobs import fits
 from services.state.queue import Bus, Fenced
 from services.state.store import Claim, JobNotFound, StatusReason, Store
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.giving_way import GivingWay, Standstill
 from services.trainer.queued_models import QueuedModels
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 
 IDLE_POLL_S = 0.3

@@ -20,12 +20,12 @@ import msgspec
 
 from services.engines.errors import EngineError, EngineKeyRefused
 from services.engines.protocol import Engine, EngineInfo
-from services.episodes.retry import Retrier
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.away import Away
 from services.state.engine_sightings import WATCH_LEASE_S, EngineSightings, Sighting
 from services.state.fleet_records import EngineReport
+from services.state.retry import Retrier
 
 # A tick is a look at the load; every other one is a look at the weights, too.
 TICK_S = 1.0

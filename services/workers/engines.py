@@ -21,11 +21,11 @@ from services.engines.errors import EngineError, EngineRejected, NoSuchKind
 from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
-from services.episodes.retry import Retrier
 from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineState
+from services.state.retry import Retrier
 from services.workers.engine_watch import EngineWatch, Hearsay
 from services.workers.in_flight import InFlightLimit
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from structlog.typing import FilteringBoundLogger
 
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.env import EnvironmentFailed, Session
+from gspo_core.environment_contract import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.engines.errors import EngineRejected
 from services.episodes.ledger import Ledger, LedgerConflict

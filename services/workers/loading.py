@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gspo_core.chat import ChatCodec, load_codec
-from gspo_core.env import InvalidEnvironment
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
 from gspo_core.model_files import problem_of

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gspo_core.env import IMAGES, EnvironmentFailed
+from gspo_core.environment_contract import IMAGES, EnvironmentFailed
 from services.episodes.policy import Drained
 from services.hosts.session import SessionLost
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import EVIDENCE_SCHEMA
-from gspo_core.env import Environment, Session
+from gspo_core.environment_contract import Environment, Session
 from gspo_core.evidence import of_environment
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
@@ -22,9 +22,9 @@ from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
-from services.episodes.retry import Retrier
 from services.process.tracing import NoSpans, Spans
 from services.state.queue import Append, EpisodeLease, Snapshot
+from services.state.retry import Retrier
 from services.workers.quarantine import Quarantine
 from services.workers.timings import Timings
 

@@ -21,7 +21,6 @@ from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
-from services.episodes.retry import Retrier
 from services.process.account import tell_of_root
 from services.process.cancelling import cancel_all
 from services.process.first_to_end import unless_set
@@ -32,6 +31,7 @@ from services.state.fleet_records import WorkerKind, WorkerRecord
 from services.state.jobs import JobNotFound
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged, Refused
+from services.state.retry import Retrier
 from services.state.store import Store
 from services.workers.engines import SILENCE_S, EngineTable, JobEngines
 from services.workers.job import JobRollout

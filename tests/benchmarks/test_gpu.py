@@ -81,7 +81,7 @@ def test_the_whole_service_passes_at_toy_size(place: Place) -> None:
 def test_weights_that_come_wrong_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right_ones = weight_buckets.buckets_in
 
-    def wrong(directory: Path, max_bytes: int) -> list[weight_buckets.Bucket]:
+    def wrong(directory: Path, max_bytes: int) -> list[weight_buckets.WeightBucket]:
         buckets = right_ones(directory, max_bytes)
         buckets[0].data.zero_()
         return buckets

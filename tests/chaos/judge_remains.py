@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import redis
 
-from services.hosts import scratch
+from services.hosts.walls import scratch
 from services.state.functions import LUA
 from services.state.server import RedisServer
 from tests.chaos import departures

@@ -19,9 +19,9 @@ from gspo_core.log.manifests import encode_manifest, encode_row
 from gspo_core.log.records import AcceptedJob, VersionRecord, encode_record
 from gspo_core.log.settings import Tuning
 from gspo_core.log.steps import train_again
+from gspo_core.position import Position
 from gspo_core.replay.journey import new_learner
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from tests.core.learner_support import VOCABULARY

@@ -18,10 +18,10 @@ from gspo_core.cli import main
 from gspo_core.log import layout
 from gspo_core.log.batches import BatchExtra, LoggedBatch, encode_batch
 from gspo_core.log.erasing import without_texts
+from gspo_core.position import Position
 from gspo_core.replay.audit import audit
 from gspo_core.replay.chain import BadChain, decode_chain, differences, encode_chain
 from gspo_core.replay.past import DamagedPast, NotKept, Past
-from gspo_core.staleness import Position
 from gspo_core.types import Asked, Trajectory
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, SIZE, MadePast, make_past, remove_step, spec_of

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict
 
 from gspo_core.env import PlainEnvironment
-from gspo_core.env.contract import InvalidEnvironment
 from gspo_core.env.hints import HintError, hint_of
 from gspo_core.env.tools import ArgumentError, Tool, result_content
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.testing.random_calls import random_actions
 from tests.core.env_kit import call, play
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_core.env.contract import InvalidEnvironment
 from gspo_core.env.tools import MAX_ERROR_CHARS, ArgumentError, Tool, error_text, result_content
+from gspo_core.environment_contract import InvalidEnvironment
 
 
 class Size(enum.Enum):

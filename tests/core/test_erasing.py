@@ -21,11 +21,11 @@ from gspo_core.log.batches import (
     require_whole,
 )
 from gspo_core.log.erasing import users_of, without_texts
+from gspo_core.position import Position
 from gspo_core.replay.past import NotKept, Past
 from gspo_core.replay.question import Question
 from gspo_core.replay.replaying import replay
 from gspo_core.replay.rescoring import rescore
-from gspo_core.staleness import Position
 from gspo_core.types import Asked, Group, Split, Trajectory
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, SIZE, MadePast, make_past, spec_of

@@ -33,7 +33,7 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.log.manifests import decode_manifest, decode_row, encode_manifest, encode_row
 from gspo_core.log.records import AcceptedJob, DamagedRecord, VersionRecord, decode_record, encode_record
 from gspo_core.log.trained import decode_trained, encode_trained
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Group
 from tests.core.logged import (
     ACCEPTED,

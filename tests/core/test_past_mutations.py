@@ -16,8 +16,8 @@ from gspo_core.log import layout
 from gspo_core.log.archive import pack
 from gspo_core.log.batches import HEADER_BYTES, has_erased
 from gspo_core.log.erasing import without_texts
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
-from gspo_core.staleness import Position
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, make_past, spec_of
 

@@ -21,11 +21,11 @@ from gspo_core.log import layout
 from gspo_core.log.batches import encode_batch
 from gspo_core.log.records import AcceptedJob, encode_record
 from gspo_core.messages import CallStatus, ParsedTurn, ToolCall
+from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
 from gspo_core.replay.rescoring import Rescored, RewardFailed, rescore
 from gspo_core.replay.reward_forms import own_reward, reward_of
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import NOTHING, EpisodeKey, Evidence, Group, Outcome, Split, StopReason, Trajectory, TurnReward
 from tests.core.segments import segment
 

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gspo_core.invariants import InvalidValue
-from gspo_core.staleness import (
-    Position,
-    UnknownVersion,
-    groups_admissible,
-    shared_step,
-    staleness,
-    token_staleness,
-)
+from gspo_core.position import Position
+from gspo_core.staleness import UnknownVersion, groups_admissible, shared_step, staleness, token_staleness
 
 # Epoch 0 came to step 12; 1 forked off it at 8 and came to 10; 2 forked off 1 at 9; 3 fell back to epoch 0 at 7.
 FORKS = {1: Position(0, 8), 2: Position(1, 9), 3: Position(0, 7)}

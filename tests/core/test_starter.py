@@ -14,7 +14,7 @@ from gspo_core.cli import main
 from gspo_core.env import PlainEnvironment, Timeouts
 from gspo_core.spec_file import load_job_spec
 from gspo_core.starter import making
-from gspo_core.starter.playing import ENDING, Episode, chosen, play
+from gspo_core.starter.playing import ENDING, PlayedEpisode, chosen, play
 from tests.core.test_env_validate import Counter, oracle_of_counter
 
 WORLD = """
@@ -48,7 +48,7 @@ class WithOracle(Counter):
         return oracle_of_counter(target)
 
 
-def played(cls: type, **bounds: Any) -> list[Episode]:
+def played(cls: type, **bounds: Any) -> list[PlayedEpisode]:
     given = {"number": 60, "max_turns": 6, "seconds": 60.0} | bounds
     return asyncio.run(play(PlainEnvironment(cls, {}, name="c"), TIMEOUTS, seed=3, **given))
 
@@ -72,7 +72,7 @@ def test_slow_tools_bound_what_is_played() -> None:
 
 
 def test_better_episodes_are_seen_more_often() -> None:
-    episodes = [Episode([], [], [], float(number)) for number in range(100)]
+    episodes = [PlayedEpisode([], [], [], float(number)) for number in range(100)]
     seen = [one.reward for one in chosen(episodes, 400, random.Random(0))]
     assert sum(reward >= 75 for reward in seen) > 200
 

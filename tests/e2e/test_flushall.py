@@ -12,7 +12,7 @@ from examples.demo.demo import NO_KEYS, demo_spec
 from examples.demo.provenance import check_provenance
 from gspo_core.client import Client
 from gspo_core.log.history import batches_after
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir

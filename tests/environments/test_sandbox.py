@@ -25,7 +25,7 @@ SHORT_S = 3.0
 def ran(work: Path, text: str, timeout_s: float = LONG_S, most_bytes: int = 4000, **variables: str) -> command.Ended:
     return command.run(
         ["/bin/bash", "-c", text],
-        command.View([str(work)]),
+        command.FileSystemView([str(work)]),
         directory=str(work),
         environment=command.variables(str(work), str(work), variables),
         timeout_s=timeout_s,
@@ -119,7 +119,7 @@ def test_a_command_ends_nothing_but_itself(work: Path) -> None:
 
 
 def test_what_the_machine_refuses_is_not_the_commands_failure(work: Path) -> None:
-    view = command.View([str(work)])
+    view = command.FileSystemView([str(work)])
     with pytest.raises(command.SandboxFailed, match="could not be started"):
         command.run(["/nowhere"], view, directory="/", environment={}, timeout_s=LONG_S, most_bytes=100)
 

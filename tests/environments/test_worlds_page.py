@@ -20,7 +20,7 @@ from gspo_core.job_spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from gspo_core.testing import scripted_llm
 from gspo_core.types import Split, StopReason
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import requirements_of

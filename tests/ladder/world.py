@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from gspo_core.env import EnvironmentFailed, load_environment
-from gspo_core.env.contract import Environment, Observation, PhaseLimits, Session, Start, description
+from gspo_core.environment_contract import Environment, Observation, PhaseLimits, Session, Start, description
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolCall, ToolSchema

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from services.gateway.turns import ToolChoice
+from services.gateway.dialects.turns import ToolChoice
 from tests.patience import HANG_S
 from tests.play.players.scenario import LOOKUP, NOTE, Call, Said, Wire
 from tests.services.gateway.fake_turns import KEY

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, get_args
 
-from gspo_core.env.contract import Phase
+from gspo_core.environment_contract import Phase
 from gspo_core.types import StopReason
 from services.hosts.process import Cause
 from services.state.away import AwayReason

@@ -21,7 +21,7 @@ from gspo_core.environment_records import Description
 from gspo_core.learner import state as learner_state
 from gspo_core.log import archive, batches, checkpoints, manifests, records, trained
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http import key_ring
 from services.api.views.replay_views import (
@@ -35,10 +35,10 @@ from services.api.views.replay_views import (
 )
 from services.episodes import worlds
 from services.files import data_dir, replays, weight_deltas
+from services.files.environments import registry
 from services.files.job_dir import JobDir
 from services.gateway import snapshots
 from services.gateway.history import TurnEntry
-from services.hosts import registry
 from services.state import fleet_records, functions
 from services.state.job_table import STATUS_FIELDS
 from services.state.jobs import CancelManner, DesiredState, JobAttempt, JobStatus
@@ -123,7 +123,9 @@ def _keys(data: bytes | str) -> Any:
 
 def _of_files() -> Iterator[Format]:
     registered = [shape_of(registry.Registration), shape_of(registry.ExaminationReport)]
-    yield Format("registered environments", "services/hosts/registry.py SCHEMA", registry.SCHEMA, registered)
+    yield Format(
+        "registered environments", "services/files/environments/registry.py SCHEMA", registry.SCHEMA, registered
+    )
     key = shape_of(key_ring.KeyRecord)
     yield Format("keys of the API", "services/api/http/key_ring.py SCHEMA", key_ring.SCHEMA, key)
     shapes = {

@@ -22,7 +22,7 @@ from gspo_core.cli import main
 from services.files.data_dir import DataDir
 from services.hosts.policy import WallPolicy
 from services.hosts.sandboxes.offers import offers
-from services.launch import launch
+from services.launch import launchers
 from services.launch.crew import SLACK_S
 from services.launch.first_secrets import make_secrets
 from services.launch.installation import Installation
@@ -522,10 +522,10 @@ def test_every_module_in_launchers_is_a_place(
         "        print(one.name, *one.command(arguments.python, Site.LAPTOP))\n"
         "    return 0\n"
     )
-    monkeypatch.setattr(launch.launchers, "__path__", [*launch.launchers.__path__, str(tmp_path)])
+    monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
     assert main(["launch", "somewhere", "--python", "py"]) == 0
     assert "trainer py -m services.trainer\n" in capsys.readouterr().out
-    assert {"slurm", "somewhere"} <= launch.found().keys()
+    assert {"slurm", "somewhere"} <= launchers.found().keys()
 
 
 def test_the_secrets_come_first() -> None:

@@ -23,8 +23,8 @@ from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
 from services.api.views.replays import ReplayWork
 from services.files.data_dir import HubDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.files.job_dir import JobsDir
-from services.hosts.registry import EnvironmentRegistry
 from services.state.client import RedisClient
 from services.state.drains import Drains
 from services.state.functions import Functions

@@ -22,7 +22,7 @@ from gspo_core.spec import JobSpec
 from services.api.http.unavailable import unavailable
 from services.api.views.history import EpisodeNotKept, GroupNotKept
 from services.files.batch_log import DamagedBatchLog
-from services.hosts.registry import EnvironmentNotFound
+from services.files.environments.registry import EnvironmentNotFound
 from services.state.keys import InvalidJobId
 from services.state.store import IllegalTransition, InvalidCursor, JobConflict, JobInUse, JobNotFound
 

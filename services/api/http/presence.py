@@ -25,7 +25,7 @@ AnyRecord = TrainerRecord | WorkerRecord | EngineRecord
 
 
 @dataclass(frozen=True)
-class Member:
+class RegisteredProcess:
     """A registered process."""
 
     record: AnyRecord
@@ -55,7 +55,7 @@ class Presence:
         self._store = store
         self._lease_s = lease_s
         self._watch = BeatWatch(lease_s, clock)
-        self._looking: asyncio.Task[list[Member]] | None = None
+        self._looking: asyncio.Task[list[RegisteredProcess]] | None = None
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -64,7 +64,7 @@ class Presence:
                 await self.members()
             await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
 
-    async def members(self) -> list[Member]:
+    async def members(self) -> list[RegisteredProcess]:
         """Every registered process. Callers that ask at the same time share one answer, which is no older than their
         question."""
         if self._looking is not None and not self._looking.done():
@@ -80,11 +80,11 @@ class Presence:
         if self._looking is not None:
             await cancel_all([self._looking], again_after_s=0.1)
 
-    async def _look(self) -> list[Member]:
+    async def _look(self) -> list[RegisteredProcess]:
         found = await self._store.fleet.everyone()
         records: list[AnyRecord] = [*found.trainers, *found.workers, *found.engines]
         return [self._seen(record) for record in records]
 
-    def _seen(self, record: AnyRecord) -> Member:
+    def _seen(self, record: AnyRecord) -> RegisteredProcess:
         is_gone = self._watch.stands_still((type(record), record.id), record.beats)
-        return Member(record, not is_gone)
+        return RegisteredProcess(record, not is_gone)

@@ -184,7 +184,7 @@ async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:
     """The body, a way to read it again, and whether it is complete. Raises ClientDisconnect."""
     most = MAX_BODY_BYTES
     if scope["path"] == UPLOADS:
-        from services.hosts.archives import MAX_PACKED_BYTES  # most installations take no uploads
+        from services.files.environments.archives import MAX_PACKED_BYTES  # most installations take no uploads
 
         most = MAX_PACKED_BYTES
     messages: list[Message] = []

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Path
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.routers import v1_router

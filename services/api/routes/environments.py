@@ -26,8 +26,8 @@ from services.api.http.requests import read_bounded
 from services.api.http.routers import v1_router
 from services.api.submission.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.views.store_views import Page, View, page
-from services.hosts.named_urls import AddressNamed
-from services.hosts.registry import (
+from services.files.environments.named_urls import AddressNamed
+from services.files.environments.registry import (
     NAME,
     EnvironmentNotFound,
     EnvironmentRegistry,
@@ -242,7 +242,11 @@ async def upload(
     """Register an uploaded file (`text/x-python`) or package (zip, or tar, plain or gzipped). Off unless enabled."""
     if not context.may_upload:
         raise RequestRefused(403, "uploads_disabled", "the operator has not enabled uploads (GSPO_ENV_UPLOADS)")
-    from services.hosts.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack  # most installations take no uploads
+    from services.files.environments.archives import (  # most installations take no uploads
+        MAX_PACKED_BYTES,
+        ArchiveRefused,
+        unpack,
+    )
 
     agent = await _agent_of(query, context)
     packed = await read_bounded(request, (PYTHON, *ARCHIVES), MAX_PACKED_BYTES)

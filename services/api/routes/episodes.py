@@ -16,7 +16,7 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.invariants import MAX_COUNT
 from gspo_core.log.transcript import by_branch, spent_view, tokens_view, turns_view
 from gspo_core.messages import ToolSchema
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import NOTHING, EpisodeKey, Segment
 from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
-from services.api.http.presence import Member
+from services.api.http.presence import RegisteredProcess
 from services.api.http.routers import open_router
 from services.api.http.stored_specs import is_of_agents
 from services.api.views.store_views import ReadyView
@@ -35,7 +35,7 @@ async def healthz() -> AliveView:
 _UNHEARD = "agents end without a request: can they reach the gateway under GSPO_GATEWAY_URL?"
 
 
-def _is_unheard(member: Member) -> bool:
+def _is_unheard(member: RegisteredProcess) -> bool:
     return member.is_alive and isinstance(member.record, WorkerRecord) and member.record.hears_no_agent
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.listing import after_id
-from services.api.http.presence import Member, Role
+from services.api.http.presence import RegisteredProcess, Role
 from services.api.http.routers import v1_router
 from services.api.views.store_views import Page, View, page
 
@@ -63,7 +63,7 @@ async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextO
     return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
 
-def _shown(one: Member, asked: set[str]) -> WorkerView:
+def _shown(one: RegisteredProcess, asked: set[str]) -> WorkerView:
     """Flat: the report of an engine's trainer stands among the fields of the engine."""
     shown = msgspec.to_builtins(one.record)
     shown |= shown.pop("report", None) or {}

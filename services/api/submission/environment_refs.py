@@ -17,8 +17,8 @@ from gspo_core.outbound import Network
 from gspo_core.spec import AgentSpec, EnvironmentSpec, JobSpec
 from services.api.http.access import Caller
 from services.api.http.errors import RequestRefused
-from services.hosts.named_urls import AddressNamed, Share, check_urls
-from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry
+from services.files.environments.named_urls import AddressNamed, ResolverShare, check_urls
+from services.files.environments.registry import EnvironmentNotFound, EnvironmentRegistry
 from services.state.jobs import JobRecord
 
 # Of the findings of an examination; GET /v1/environments/NAME has all of them.
@@ -28,7 +28,7 @@ Spec = TypeVar("Spec", bound=JobSpec)
 
 def pin(spec: Spec, registry: EnvironmentRegistry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
     """Blocking where there are files to read or addresses to resolve: then call it in a thread."""
-    entries, share = [], Share()
+    entries, share = [], ResolverShare()
     for index, entry in enumerate(spec.environments):
         param = f"environments[{index}]"
         if ":" in entry.ref:
@@ -71,7 +71,7 @@ def _as_held(entry: EnvironmentSpec, held: Mapping[str, JSON]) -> EnvironmentSpe
     return entry.model_copy(update={"agent": AgentSpec.model_validate(agent)}) if is_plain and agent else entry
 
 
-def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], share: Share) -> None:
+def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], share: ResolverShare) -> None:
     try:
         check_urls(entry.config, networks, share)
     except AddressNamed as error:
@@ -79,14 +79,14 @@ def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], shar
         raise RequestRefused(422, "address_refused", message, param=f"{param}.{error.where}") from None
 
 
-def _judge_agent(agent: AgentSpec, param: str, networks: Sequence[Network], share: Share) -> None:
+def _judge_agent(agent: AgentSpec, param: str, networks: Sequence[Network], share: ResolverShare) -> None:
     if agent.url is not None:
         _judge_address(agent.url, f"{param}.url", networks, share)
     if agent.judge is not None:
         _judge_address(agent.judge.url, f"{param}.judge.url", networks, share)
 
 
-def _judge_address(url: str, param: str, networks: Sequence[Network], share: Share) -> None:
+def _judge_address(url: str, param: str, networks: Sequence[Network], share: ResolverShare) -> None:
     try:
         check_urls({"url": url}, networks, share)
     except AddressNamed as error:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, St
 from gspo_core.documented import FreeForm
 from gspo_core.outbound import MAX_URL_CHARS, Network, check_url
 from gspo_core.spec import AgentSpec
-from services.hosts.named_urls import check_urls, urls_in
+from services.files.environments.named_urls import check_urls, urls_in
 
 
 def _of_a_module(ref: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.api.views.store_views import View
 from services.files.job_dir import JobDir
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.api.views.checkpoint_views import ExportView
 from services.files.durable import remove_directory
 from services.files.job_dir import JobDir

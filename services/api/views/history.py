@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import EpisodeKey, Group
 from services.files.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.files.job_dir import JobDir, JobsDir

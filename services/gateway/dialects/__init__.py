@@ -1,5 +1,6 @@
 """How agents speak to the gateway: one module a dialect, all with the interface of ``dialect``.
 
+``turns`` is a request and its answer in no dialect, ``sse`` an event on the wire.
 ``fields`` is the one table of what each dialect may send and what becomes of it; ``sent`` reads values by it, ``asks``
 makes the ask, ``faults`` names errors. To add a dialect, write its module and its fields, and give it a path in
 ``services.gateway.app``.

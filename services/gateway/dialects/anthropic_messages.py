@@ -16,8 +16,8 @@ from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES
 from services.gateway.dialects.openai_chat import arguments_text
 from services.gateway.dialects.sent import Reader, Sent, Taken
-from services.gateway.sse import event
-from services.gateway.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
+from services.gateway.dialects.sse import event
+from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",

@@ -15,8 +15,8 @@ from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
 from services.gateway.dialects.sent import Reader, Sent
+from services.gateway.dialects.turns import AUTO, Ask, ToolChoice
 from services.gateway.dialects.volatile import without_volatile
-from services.gateway.turns import AUTO, Ask, ToolChoice
 
 MAX_KEY_CHARS = 256
 # Each is looked for in all that is sampled.

@@ -14,7 +14,7 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import ToolCall
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
-from services.gateway.turns import Answer, Ask, Piece, Refusal, VersionSpan
+from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, VersionSpan
 
 # Fields of requests, in any dialect.
 HISTORIES = frozenset({"messages", "input", "contents"})

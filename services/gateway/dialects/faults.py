@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 
 # Two tries of a client that was not set up for it then outlast a restart.
 RETRY_AFTER_S = 5

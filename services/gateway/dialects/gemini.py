@@ -20,8 +20,8 @@ from services.gateway.dialects.gemini_contents import read_contents, read_instru
 from services.gateway.dialects.gemini_schema import as_json_schema
 from services.gateway.dialects.sent import Reader, Sent
 from services.gateway.dialects.spelling import in_camel_case
-from services.gateway.sse import event
-from services.gateway.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
+from services.gateway.dialects.sse import event
+from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
 # By the status, and by the code where one status has several.
 _STATUSES: Mapping[int, str] = {

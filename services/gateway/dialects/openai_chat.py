@@ -17,9 +17,9 @@ from services.gateway.dialects.dialect import Heading, Question, Told, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_CHAT
 from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sse import COMMENT, event
 from services.gateway.dialects.tool_forms import Form, Forms, arguments_of, form_of, text_tool, told_id, told_text
-from services.gateway.sse import COMMENT, event
-from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
+from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",

@@ -18,6 +18,7 @@ from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_RESPONSES
 from services.gateway.dialects.openai_chat import arguments_text, error, needs_tool, said_choice
 from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sse import event
 from services.gateway.dialects.tool_forms import (
     Form,
     Forms,
@@ -28,8 +29,7 @@ from services.gateway.dialects.tool_forms import (
     told_id,
     told_text,
 )
-from services.gateway.sse import event
-from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
+from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
 # Of tools that run at the provider.
 LEFT_OUT = frozenset(

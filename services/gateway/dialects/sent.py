@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gspo_core.json_value import JSON
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 
 _INDEX = re.compile(r"\[\d+\]")
 # Of one request: beyond it, a client means something else than this dialect.

@@ -26,12 +26,12 @@ from environments.sandbox import door
 from gspo_core import descendants, landlock
 from gspo_core.env import AgentStart, Environment, InvalidEnvironment, load_environment
 from gspo_core.outbound import guard_connections, parse_networks
-from services.hosts import scratch, wire
+from services.hosts import wire
 from services.hosts.inside import limits as bounds
 from services.hosts.inside.sessions import serve
 from services.hosts.inside.traits import describe, hosting_of, require_sandboxes
 from services.hosts.mark import Mark
-from services.hosts.walls import filesystem
+from services.hosts.walls import filesystem, scratch
 
 WATCH_S = 0.2
 # Descriptors of one request to fork: the connection, the mark.

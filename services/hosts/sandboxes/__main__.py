@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from environments.sandbox.contract import Sandboxes
 from environments.sandbox.local import LocalSandboxes
-from services.hosts import scratch
 from services.hosts.sandboxes.container import ContainerSandboxes
 from services.hosts.sandboxes.server import SandboxServer
 from services.hosts.sandboxes.table import Table
 from services.hosts.sandboxes.warm import WarmSandboxes
+from services.hosts.walls import scratch
 from services.process.account import tell_of_root
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings

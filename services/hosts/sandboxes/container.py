@@ -23,7 +23,7 @@ from pathlib import PurePosixPath
 from typing import IO
 
 from environments.sandbox.contract import Command, Ended, Sandbox, SandboxFailed
-from environments.sandbox.runner import Kept
+from environments.sandbox.runner import KeptOutput
 
 LABEL = "gspo.sandbox"
 START_S, CALL_S, END_S = 60.0, 60.0, 10.0
@@ -99,7 +99,7 @@ class ContainerSandbox:
         words = ["exec", *variables, "--workdir", command.directory, self._name, "/bin/bash", "-c", _OUTER, "-"]
         began = time.monotonic()
         program = _started([*words, command.text])
-        kept = Kept(command.most_bytes)
+        kept = KeptOutput(command.most_bytes)
         reading = threading.Thread(target=_read_all, args=(program.stdout, kept), daemon=True)
         reading.start()
         try:
@@ -270,7 +270,7 @@ def _abandon(program: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _read_all(output: IO[bytes], kept: Kept) -> None:
+def _read_all(output: IO[bytes], kept: KeptOutput) -> None:
     while data := os.read(output.fileno(), _CHUNK):
         kept.add(data)
 

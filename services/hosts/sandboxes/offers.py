@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from environments.sandbox.contract import Sandbox, Sandboxes, SandboxFailed
-from environments.sandbox.remote import RemoteSandboxes, over_url
 from gspo_core.outbound import AddressRefused, Network, parse_networks
 from services.hosts.sandboxes.container import ContainerSandboxes
-from services.hosts.sandboxes.warm import WarmSandboxes
 from services.hosts.walls.tiers import Tier
 from services.process.settings import Settings
 
@@ -21,7 +19,7 @@ class ConfiguredRemote:
     url: str
     key: str
     networks: tuple[Network, ...]
-    _made: RemoteSandboxes | None = None
+    _made: Sandboxes | None = None
 
     def refusal(self) -> str | None:
         if not self.url or not self.key:
@@ -37,7 +35,9 @@ class ConfiguredRemote:
         except AddressRefused as refused:
             raise SandboxFailed(str(refused)) from None
 
-    def _server(self) -> RemoteSandboxes:
+    def _server(self) -> Sandboxes:
+        from environments.sandbox.remote import over_url  # most installations have none elsewhere
+
         self._made = self._made or over_url(self.url, self.key, self.networks)
         return self._made
 
@@ -49,5 +49,7 @@ def offers(settings: Settings) -> Mapping[Tier, Sandboxes]:
         Tier.REMOTE: ConfiguredRemote(settings.sandbox_url or "", key, parse_networks(settings.outbound_networks)),
     }
     if settings.sandboxes_ready:
+        from services.hosts.sandboxes.warm import WarmSandboxes  # most installations prepare none
+
         return {tier: WarmSandboxes(kind, settings.sandboxes_ready) for tier, kind in kinds.items()}
     return kinds

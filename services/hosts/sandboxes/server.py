@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from environments.sandbox.contract import Command, SandboxFailed
-from services.hosts.sandboxes.table import NoRoom, NoSandbox, Table
+from services.hosts.sandboxes.table import NoSandbox, Table, TableFull
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -64,7 +64,7 @@ class Contract(BaseHTTPRequestHandler):
             status, body = refused.status, _reason(str(refused))
         except NoSandbox:
             status, body = HTTPStatus.NOT_FOUND, _reason("there is no such sandbox")
-        except NoRoom:
+        except TableFull:
             status, body = HTTPStatus.TOO_MANY_REQUESTS, _reason("there is no room for another sandbox")
         except SandboxFailed as failed:
             status, body = HTTPStatus.BAD_GATEWAY, _reason(str(failed))

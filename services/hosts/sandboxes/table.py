@@ -26,7 +26,7 @@ class NoSandbox(Exception):
     """There is none of this id, or no longer."""
 
 
-class NoRoom(Exception):
+class TableFull(Exception):
     """As many are held as may be."""
 
 
@@ -62,13 +62,13 @@ class Table:
         return len(self._held)
 
     def create(self, operation: str, base: str) -> tuple[str, str]:
-        """Its id and its root. Raises ``SandboxFailed``, ``NoRoom``."""
+        """Its id and its root. Raises ``SandboxFailed``, ``TableFull``."""
         with self._lock:
             made = self._made.get(operation)
             is_first = made is None
             if made is None:
                 if len(self._held) + sum(not one.done() for one in self._made.values()) >= self._most:
-                    raise NoRoom
+                    raise TableFull
                 made = self._made[operation] = Future()
         if is_first:
             try:

@@ -77,7 +77,7 @@ class Place:
         return _VERSIONS[self.version]
 
 
-class Group:
+class ControlGroup:
     """Of one host. ``make`` makes it."""
 
     def __init__(self, place: Place, name: str, lock: int) -> None:
@@ -88,7 +88,7 @@ class Group:
         self._num_told = 0
 
     @classmethod
-    def make(cls, num_processes: int) -> Group | None:
+    def make(cls, num_processes: int) -> ControlGroup | None:
         """None where this machine gives none."""
         place = _place()
         if not place.folders:

@@ -17,30 +17,10 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import TypedDict
 
 from gspo_core import descendants, landlock
 from services.hosts.walls import filesystem, kernel, syscalls, users
-
-
-class Plan(TypedDict):
-    """Everything that is decided about a wall."""
-
-    parent: int
-    entries: list[filesystem.Entry]
-    staging: str
-    directory: str
-    """Where the program inside begins; ``/`` if that is not shown."""
-    network: bool
-    own_bytes: int
-    num_processes: int
-    program: list[str]
-    variables: dict[str, str]
-    descriptors: list[int]
-    """Those that the program inside inherits, beside the usual three."""
-    joins: list[str]
-    """The files of the control groups that all inside is in."""
-
+from services.hosts.walls.terms import Plan
 
 # Where the machine is short of memory, what runs behind walls ends before any service does.
 _OUT_OF_MEMORY_SCORE = "500"

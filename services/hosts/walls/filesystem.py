@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 
 from services.hosts.walls import kernel
+from services.hosts.walls.terms import SESSIONS, Entry, How
 
-SESSIONS = "/sessions"
 _OWN = "/own"
 _NOTHING = "/.nothing"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -25,23 +24,6 @@ _OWN_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 _FIXED = ("/proc",)
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 _WRITABLE = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
-
-
-class How(StrEnum):
-    """How a path is shown."""
-
-    SYSTEM = "system"
-    """Read, as far as anyone may."""
-    READ = "read"
-    """Read, as far as the service may."""
-    WRITE = "write"
-    LINK = "link"
-    EMPTY = "empty"
-    """Hidden."""
-
-
-Entry = tuple[How, str]
-"""How (a value of ``How``) and the path, which is the same outside and inside."""
 
 
 def build(staging: str, entries: Sequence[Entry], *, own_bytes: int, account: int, user_namespace: int) -> None:

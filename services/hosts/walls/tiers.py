@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from services.hosts.walls.enter import Plan
 from services.hosts.walls.plan import Shown, entries
+from services.hosts.walls.terms import Plan
 
 _ROOT = Path(__file__).resolve().parents[3]
 # Isolated: no variable and no folder of an environment decides what is imported before the wall stands.

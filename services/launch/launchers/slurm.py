@@ -13,12 +13,12 @@ import shlex
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from services.launch import placement_options, slurm_run, topology
 from services.launch.engine_command import find_sglang
 from services.launch.installation import CODE
-from services.launch.launch import write
 from services.launch.placement import Member, PlacementError, described, place
 from services.launch.placement_options import check_engine, chosen_engine, cluster_wanted, megabytes
 from services.launch.topology import Site
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         site_ports=" ".join(f'"${{{name}:={port}}}"' for name, port in slurm_run.PORTS.items()),
         ports=",".join(f"${name}" for name in slurm_run.PORTS),
     )
-    if write(script, arguments.output):
+    if _write(script, arguments.output):
         print(f"{plan}\nsubmit it with: sbatch {arguments.output}", file=sys.stderr)
     return 0
 
@@ -94,6 +94,19 @@ def _check_words(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--srun {option}: options of srun are given without --, such as {option.lstrip('-')}")
     if arguments.job and not os.path.exists(arguments.job):
         print(f"{arguments.job} is not there yet: the script submits it when it runs", file=sys.stderr)
+
+
+def _write(text: str, output: str | None) -> bool:
+    """Write ``text`` to the file ``output`` or the terminal. Returns whether it was a file; raises CommandError."""
+    if output is None:
+        sys.stdout.write(text)
+        return False
+    path = Path(output)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    return True
 
 
 def _directives(arguments: argparse.Namespace, members: Sequence[Member]) -> list[str]:

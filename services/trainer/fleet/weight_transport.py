@@ -20,7 +20,7 @@ import httpx
 
 from services.engines.errors import EngineDirty, EngineError, EngineRejected
 from services.engines.protocol import Capabilities, Engine, info_within
-from services.engines.weight_buckets import Bucket, buckets_in
+from services.engines.weight_buckets import WeightBucket, buckets_in
 from services.engines.weight_group import WeightGroup
 from services.files.weight_deltas import chain_to
 from services.process.telemetry import get_logger
@@ -201,7 +201,7 @@ class ThroughGroup:
         return members
 
     async def _send(
-        self, buckets: Sequence[Bucket], label: str, engines: Sequence[Engine], flushes: Mapping[str, bool]
+        self, buckets: Sequence[WeightBucket], label: str, engines: Sequence[Engine], flushes: Mapping[str, bool]
     ) -> dict[str, EngineError]:
         """What failed, by engine. Those that did not fail by themselves are sent everything again, once."""
         failed: dict[str, EngineError] = {}

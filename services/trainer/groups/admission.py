@@ -15,8 +15,8 @@ from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.state.away import OutOfMemory
 from services.state.queue import Full
+from services.trainer.groups.run_context import RunContext
 from services.trainer.groups.tasks import TaskSchedule
-from services.trainer.run_context import RunContext
 
 RETRY_S = 2.0
 # How soon a run that is to close notices that it waits for engines.

@@ -18,11 +18,11 @@ from gspo_core.types import Group, Split
 from services.state.queue_records import DropReason, GroupEnd
 from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
+from services.trainer.groups.run_context import RunContext
 from services.trainer.groups.selection import EmptyGroup, Selection, no_tokens, nothing_to_train, refusal
 from services.trainer.groups.selection_bias import SelectionBias
 from services.trainer.groups.step_progress import StepProgress
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
-from services.trainer.run_context import RunContext
 
 # Fail the job after dropping this many batches' worth of groups in a row: later groups would fare no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position, token_staleness
+from gspo_core.position import Position
+from gspo_core.staleness import token_staleness
 from gspo_core.types import Group
 from gspo_core.versions import WeightsManifest
 

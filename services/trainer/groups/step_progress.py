@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from gspo_core.bounds import reaches
 from services.state.jobs import JobStatus, default_reason
-from services.trainer.run_context import RunContext
+from services.trainer.groups.run_context import RunContext
 
 QUIET_S = 10.0
 RETELL_S = 15.0

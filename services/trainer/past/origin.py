@@ -18,9 +18,9 @@ from pathlib import Path
 
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
+from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent

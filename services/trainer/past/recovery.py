@@ -14,7 +14,8 @@ from typing import TypeAlias
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
-from gspo_core.staleness import Position, in_history
+from gspo_core.position import Position
+from gspo_core.staleness import in_history
 from gspo_core.versions import WeightsManifest
 from services.files.batch_log import BatchLog, UnknownLogSchema
 from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownCheckpointFormat

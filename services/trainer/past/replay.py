@@ -13,7 +13,7 @@ from gspo_core.log.history import batches_after
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
 from gspo_core.log.steps import train_again
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.batch_log import BatchLog, DamagedBatchLog, UnknownLogSchema
 from services.process.telemetry import get_logger
 from services.trainer.ranks.learner import AnyLearner

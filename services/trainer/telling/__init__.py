@@ -1,1 +1,1 @@
-"""How a run reports on itself and its problems: status, reports, alarms, failures."""
+"""How a run reports on itself and its problems: status, reports, alarms, failures, its phase and its end."""

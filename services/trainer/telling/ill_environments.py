@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from gspo_core.bounds import reaches
-from gspo_core.env import IMAGES
+from gspo_core.environment_contract import IMAGES
 from gspo_core.spec import JobSpec
 from services.state.fleet_records import WorkerRecord
 from services.trainer.telling.failure import JobFailure

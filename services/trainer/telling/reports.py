@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gspo_core.objective import Alarm
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.versions import StepReport, WeightsManifest
 from services.files.disk_space import NoRoom, raising_no_room
 from services.files.durable import append_line

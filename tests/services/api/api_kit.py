@@ -20,8 +20,8 @@ from gspo_core.outbound import Network
 from services.api.app import create_app
 from services.api.http.context import Backend
 from services.files.data_dir import EnvironmentsDir, HubDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.files.job_dir import JobsDir
-from services.hosts.registry import EnvironmentRegistry
 from services.process.children import die_with_parent
 from services.state.queue import Bus
 from services.state.store import Store

@@ -14,8 +14,8 @@ from gspo_core.env import EnvironmentFailed
 from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
 from services.files.data_dir import EnvironmentsDir
-from services.hosts.named_urls import MAX_HOSTS, AddressNamed, Share, check_urls, urls_in
-from services.hosts.registry import EnvironmentRegistry
+from services.files.environments.named_urls import MAX_HOSTS, AddressNamed, ResolverShare, check_urls, urls_in
+from services.files.environments.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
@@ -127,8 +127,8 @@ def test_a_slow_resolver_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch):
         asked.append(url)
         now[0] += 10.0
 
-    monkeypatch.setattr("services.hosts.named_urls.check_url", slow)
-    share = Share(lambda: now[0])
+    monkeypatch.setattr("services.files.environments.named_urls.check_url", slow)
+    share = ResolverShare(lambda: now[0])
     for number in range(2):  # each environment of a job
         check_urls({"url": f"https://a{number}.example"}, (), share)
     with pytest.raises(AddressNamed, match="too long"):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.job_dir import JobDir, step_name
 from services.state.jobs import DesiredState
 from services.state.store import Store

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.files.data_dir import EnvironmentsDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all

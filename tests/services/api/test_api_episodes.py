@@ -20,8 +20,8 @@ from gspo_core.chat import load_codec, load_tokenizer
 from gspo_core.codec import encode
 from gspo_core.env import load_environment
 from gspo_core.log.transcript import token_texts
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import Segment, Split
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.routes.telemetry import SHOWN

@@ -23,7 +23,7 @@ from gspo_core.codec import decode, encode
 from gspo_core.log import layout
 from gspo_core.log.batches import LoggedBatch, decode_batch
 from gspo_core.log.records import AcceptedJob, encode_record
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Asked, EpisodeKey, Group, Split, Trajectory
 from services.api.forgetting import Forgetting
 from services.files import erasing

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from gspo_core.cli import main
 from gspo_core.client import Client
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
-from gspo_core.staleness import Position
 from services.files.job_dir import JobDir, JobsDir
 from services.files.origin import plan
 from services.state.jobs import JobStatus

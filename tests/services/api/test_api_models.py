@@ -14,8 +14,8 @@ import pytest
 
 from services.api.submission import submit as submitting
 from services.files.data_dir import EnvironmentsDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.files.data_dir import KeysDir
 from services.files.job_dir import JobDir, step_name

@@ -20,8 +20,8 @@ from gspo_core.env import Llm
 from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
 from services.files.data_dir import EnvironmentsDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedAgentSession, HostedEnvironment
 from services.hosts.sites import Sites

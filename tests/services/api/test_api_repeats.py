@@ -15,17 +15,17 @@ import pytest
 from fastapi import FastAPI
 
 from gspo_core.log.records import AcceptedJob
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import EpisodeKey, Group, Split, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.api.http.key_ring import KeyRing
 from services.api.http.repeats import OWN_WAY
 from services.files.batch_log import BatchLog
 from services.files.data_dir import EnvironmentsDir, KeysDir
+from services.files.environments.registry import EnvironmentRegistry
 from services.files.job_dir import JobDir, step_name
 from services.files.job_records import JobRecords
 from services.hosts.local import LocalHosts
-from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gspo_core.log import layout
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from services.api.views.checkpoint_views import described_of, places_of
 from services.api.views.history import GroupNotKept, TrainedHistory

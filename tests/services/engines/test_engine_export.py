@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from gspo_core.log.lineage import Lineage
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from services.engines.sglang import EngineClient
 from services.files.checkpoints import CheckpointStore
 from services.files.export import export_checkpoint

@@ -18,8 +18,8 @@ from services.engines.kinds import open_engines
 from services.engines.protocol import Connect, Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.retry import Retrier
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.retry import Retrier
 from services.workers.engines import EngineTable, JobEngines
 
 LABEL = "job_a/1/0"

@@ -10,8 +10,8 @@ import pytest
 
 from gspo_core.log.archive import pack, plain, plain_size
 from gspo_core.log.batches import DamagedBatch, UnknownBatchSchema
+from gspo_core.position import Position
 from gspo_core.replay.past import Past
-from gspo_core.staleness import Position
 from services.files import batch_archive
 from services.files.batch_archive import History, archived
 from services.files.batch_log import BatchLog, batch_files, read_batch

@@ -21,8 +21,8 @@ from tokenizers.models import WordLevel
 from gspo_core import codec
 from gspo_core.invariants import InvalidValue
 from gspo_core.log.history import batches_after
+from gspo_core.position import Position
 from gspo_core.spec import EnvironmentSpec, JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from services.files.batch_log import (
     BatchLog,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.checkpoint_storage import CheckpointStorage, DirectoryStorage
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir

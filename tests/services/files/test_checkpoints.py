@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position, token_staleness
+from gspo_core.position import Position
+from gspo_core.staleness import token_staleness
 from services.files.checkpoints import CheckpointStore, LostForkRecord
 from services.files.job_dir import JobDir
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir

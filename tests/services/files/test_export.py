@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from gspo_core.log.lineage import Lineage
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.export import CheckpointNotFound, ExportFailed, export_checkpoint
 from services.files.export_process import main

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.data_dir import NOT_SAVED, DataDir
 from services.files.job_dir import (
     JobDir,

@@ -13,7 +13,7 @@ from gspo_core.cli import main
 from services.files import snapshots
 from services.files.backup import JobsAreThere, LaterLayout
 from services.files.bucket import Bucket, BucketRefused
-from services.files.snapshots import Conflict, Damaged, Tally, newest, prune, restore, save
+from services.files.snapshots import RestoreConflict, SnapshotDamaged, Tally, newest, prune, restore, save
 
 A, B = "job_a", "job_b"
 
@@ -112,10 +112,10 @@ def test_two_histories_do_not_mix(here: Path, bucket: Bucket, tmp_path: Path) ->
         restore(here, bucket, snapshot, Tally())
     with pytest.raises(JobsAreThere, match="job_b"):
         restore(here, bucket, snapshot, Tally(), [B])
-    with pytest.raises(Conflict, match="has no job job_x"):
+    with pytest.raises(RestoreConflict, match="has no job job_x"):
         restore(tmp_path / "there", bucket, snapshot, Tally(), ["job_x"])
     write(tmp_path / "there" / "environments" / "shop" / "00000001.json", "another shop")
-    with pytest.raises(Conflict, match=r"00000001\.json is there and differs"):
+    with pytest.raises(RestoreConflict, match=r"00000001\.json is there and differs"):
         restore(tmp_path / "there", bucket, snapshot, Tally(), [A])
     assert not (tmp_path / "there" / "jobs" / A / "job.json").exists()
 
@@ -127,7 +127,7 @@ def test_a_changed_byte_is_refused_and_the_job_does_not_appear(here: Path, bucke
     good = damaged.read_bytes()
     damaged.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     there = tmp_path / "there"
-    with pytest.raises(Damaged, match=saved.sha256):
+    with pytest.raises(SnapshotDamaged, match=saved.sha256):
         restore(there, bucket, snapshot, Tally())
     assert not list(there.glob("jobs/*/job.json"))
     assert not list(there.rglob(".tmp-*"))
@@ -178,7 +178,7 @@ def test_a_snapshot_cannot_name_a_file_elsewhere(here: Path, bucket: Bucket, pat
     record = json.loads(b"".join(bucket.get(place)))
     record["files"][path] = [1, 1, "0" * 64]
     bucket.put(place, json.dumps(record).encode())
-    with pytest.raises(Damaged, match="no file of a snapshot"):
+    with pytest.raises(SnapshotDamaged, match="no file of a snapshot"):
         newest(bucket)
 
 

@@ -13,8 +13,8 @@ from starlette.middleware import Middleware
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
 from services.gateway.app import build_app
+from services.gateway.dialects.turns import Answer, Ask, Finish, Piece, Refusal, RefusalKind, Usage, VersionSpan
 from services.gateway.streams import Pace
-from services.gateway.turns import Answer, Ask, Finish, Piece, Refusal, RefusalKind, Usage, VersionSpan
 from services.process.http_server import serve_http
 from services.process.ports import free_port
 from tests.patience import HANG_S

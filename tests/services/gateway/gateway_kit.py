@@ -21,13 +21,13 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.episodes.retry import Backoff, Retrier
+from services.gateway.dialects.turns import Answer, Ask
 from services.gateway.episode import AgentEpisode
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.tape import Tape
-from services.gateway.turns import Answer, Ask
 from services.state.queue import Append, EpisodeLease, Fenced, Gap, Kept, Snapshot
+from services.state.retry import Backoff, Retrier
 from services.workers.setting import EpisodeSetting, Order
 from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import JOB, Speech, answer_of, make_order, world

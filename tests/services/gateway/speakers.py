@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from gspo_core.messages import Message, ToolSchema
 from gspo_core.strict_json import parse
-from services.gateway.turns import AUTO, ToolChoice
+from services.gateway.dialects.turns import AUTO, ToolChoice
 from tests.services.gateway.fake_turns import KEY, MODEL
 
 Wire = dict[str, Any]

@@ -26,8 +26,8 @@ from services.gateway.bodies import (
     BodyTooLarge,
 )
 from services.gateway.canonical import of_messages
+from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
 from services.gateway.nodes import has_more_nodes
-from services.gateway.turns import Refusal, RefusalKind, Turns
 from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gspo_core.messages import Message, ParameterSchema, ToolSchema
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.dialect import Heading
-from services.gateway.turns import AUTO, Answer, Piece, ToolChoice, Usage
+from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
 from tests.services.gateway.fake_turns import MODEL, FakeTurns, Scripted, call, schema, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Said, Speaker, Wire
 

@@ -12,8 +12,8 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
+from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
 from services.gateway.history import Rewritten
-from services.gateway.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
 from services.state.fleet_records import WorkerRecord
 from tests.services.gateway.gateway_kit import (
     ADD,

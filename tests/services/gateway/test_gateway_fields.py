@@ -15,7 +15,7 @@ from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import HISTORIES, Question
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from tests.services.gateway.fake_turns import FakeTurns, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire
 

@@ -15,7 +15,7 @@ from services.gateway.dialects.gemini import Gemini
 from services.gateway.dialects.gemini_paths import path_of
 from services.gateway.dialects.gemini_schema import as_json_schema
 from services.gateway.dialects.spelling import in_camel_case
-from services.gateway.turns import Answer, Ask, Piece, Refusal, RefusalKind, Usage
+from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, RefusalKind, Usage
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire
 

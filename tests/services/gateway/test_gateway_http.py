@@ -14,9 +14,9 @@ from starlette.types import Message, Send
 
 from services.gateway.app import build_app
 from services.gateway.bodies import MAX_BODY_BYTES
+from services.gateway.dialects.turns import Ask, Refusal, RefusalKind
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace
-from services.gateway.turns import Ask, Refusal, RefusalKind
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Speaker, Wire, events

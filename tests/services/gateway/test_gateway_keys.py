@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from gspo_core.chat import HermesCodec
 from gspo_core.types import EpisodeKey, Split
 from services.gateway.__main__ import renew
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.door import Door
 from services.gateway.keys import KEPT_S, MAX_SECRETS, Attempt, Keys, Named, UnknownKey
-from services.gateway.turns import Refusal, RefusalKind
 from services.state.functions import Functions
 from services.state.queue_records import EpisodeLease
 from services.state.shared_secrets import AGENT_KEYS, shared_secret

@@ -15,15 +15,15 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff, Retrier
 from services.gateway import late
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.door import Door
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
 from services.gateway.paying import ANYBODY, Payer
-from services.gateway.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
+from services.state.retry import Backoff, Retrier
 from services.state.server import connect
 from services.workers.episode import Episode
 from tests.services.gateway.agent_kit import SECRET, AgentWorld, Behavior, Client, Doors, agent_order, agent_setting

@@ -10,8 +10,8 @@ import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.types import StopReason
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.lengths import LONG_BYTES, may_be_too_long, num_beyond
-from services.gateway.turns import Refusal, RefusalKind
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import until
 

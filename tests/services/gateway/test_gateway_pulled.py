@@ -18,7 +18,7 @@ from gspo_core.codec import decode
 from gspo_core.env import Llm
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 from services.episodes.policy import Drained
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.loans import Lent, Loans, LoanState

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.turns import Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, call, serving
 from tests.services.gateway.speakers import SPEAKERS, events
 from tests.services.gateway.test_gateway_dialects import ADD, CASES, USER

@@ -20,15 +20,15 @@ from services.engines.kinds import open_engines
 from services.engines.protocol import Engine
 from services.episodes.counters import Counters
 from services.episodes.policy import Policy, Sampled
-from services.episodes.retry import Backoff, Retrier
+from services.gateway.dialects.turns import Ask
 from services.gateway.episode import AgentEpisode
 from services.gateway.keys import Keys
 from services.gateway.meter import Meter
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.tape import Tape
-from services.gateway.turns import Ask
 from services.state.queue import EpisodeLease
+from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, Store
 from services.workers.engines import EngineTable, JobEngines
 from services.workers.timings import Timings

@@ -15,16 +15,16 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff, Retrier
+from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob
 from services.gateway.talking import Talking
-from services.gateway.turns import Answer, Refusal, RefusalKind
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.keys import job_key
+from services.state.retry import Backoff, Retrier
 from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, Keep, TalkKey, Talks
 from tests.services.gateway.agent_kit import door

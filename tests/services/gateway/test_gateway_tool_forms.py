@@ -13,7 +13,7 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.dialect import Heading, Question
-from services.gateway.turns import Answer, Usage
+from services.gateway.dialects.turns import Answer, Usage
 from tests.services.gateway.speakers import events
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
+from services.gateway.dialects.turns import AUTO, Answer, Ask, Refusal, ToolChoice
 from services.gateway.reading import read as read_turn
 from services.gateway.snapshots import TreeSnapshot
-from services.gateway.turns import AUTO, Answer, Ask, Refusal, ToolChoice
 from tests.services.gateway.gateway_kit import (
     ADD,
     BabblingPolicy,

@@ -21,7 +21,7 @@ from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters
 from services.hosts.walls import control_groups, tiers
-from services.hosts.walls.control_groups import ALL, PREFIX, Group
+from services.hosts.walls.control_groups import ALL, PREFIX, ControlGroup
 from services.hosts.walls.tiers import Tier
 from tests.services.hosts import hogs
 from tests.services.hosts.test_host import processes
@@ -147,19 +147,19 @@ async def test_a_process_that_its_group_ended_is_told_as_over_its_memory(project
 @bounded
 def test_the_groups_of_a_maker_that_was_killed_are_removed_by_the_next() -> None:
     making = (
-        "import os, signal; from services.hosts.walls.control_groups import Group;"
-        "group = Group.make(7); print(group.entries[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from services.hosts.walls.control_groups import ControlGroup;"
+        "group = ControlGroup.make(7); print(group.entries[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", making], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     left = Path(done.stdout.strip()).parent
     assert left.name.startswith(PREFIX)
     assert left.exists()
-    group = Group.make(7)
+    group = ControlGroup.make(7)
     assert group is not None
     try:
         assert not left.exists()
-        other = Group.make(7)
+        other = ControlGroup.make(7)
         assert other is not None
         other.remove()
         assert all(Path(entry).exists() for entry in group.entries), "one that is held is nobody else's"
@@ -168,7 +168,7 @@ def test_the_groups_of_a_maker_that_was_killed_are_removed_by_the_next() -> None
 
 
 def test_all_hosts_together_leave_the_services_their_part() -> None:
-    group = Group.make(7)
+    group = ControlGroup.make(7)
     if group is None:
         assert REFUSED, "who has no groups is told why"
         return

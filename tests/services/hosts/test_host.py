@@ -19,9 +19,9 @@ import pytest
 
 from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Observation, ParsedTurn, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.hosts import scratch
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
+from services.hosts.walls import scratch
 from tests.apparatus.processes import is_running
 from tests.services.rollout.rollout_kit import until
 

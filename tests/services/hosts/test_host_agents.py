@@ -15,7 +15,7 @@ import pytest
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, Llm, Timeouts
 from gspo_core.types import Split
-from services.hosts.registry import EnvironmentRegistry
+from services.files.environments.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedAgentSession, HostedEnvironment, SessionLost
 from services.hosts.sites import Sites

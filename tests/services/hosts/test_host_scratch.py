@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from services.hosts import scratch
 from services.hosts.server import HostOrder, RunningHost
+from services.hosts.walls import scratch
 
 WORLD = """
 import os

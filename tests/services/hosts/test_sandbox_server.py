@@ -28,7 +28,7 @@ from services.hosts.local import LocalHosts
 from services.hosts.policy import WallPolicy
 from services.hosts.sandboxes.container import ContainerSandboxes
 from services.hosts.sandboxes.offers import ConfiguredRemote
-from services.hosts.sandboxes.table import NoRoom, NoSandbox, Table
+from services.hosts.sandboxes.table import NoSandbox, Table, TableFull
 from services.hosts.sandboxes.warm import WarmSandboxes
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
@@ -258,7 +258,7 @@ def test_a_table_does_things_once_and_forgets_what_it_deleted(tmp_path: Path) ->
     number, root = table.create("a", "")
     assert table.create("a", "") == (number, root)
     table.create("b", "")
-    with pytest.raises(NoRoom):
+    with pytest.raises(TableFull):
         table.create("c", "")
     with table.using(number):
         now = 11.0

@@ -74,7 +74,7 @@ def test_no_command_waits_for_the_imports_of_another() -> None:
         "import sys\nfrom gspo_core.cli import main\n"
         "try: main(['jobs', '--help'])\nexcept SystemExit: pass\n"
         "assert 'services.launch.commands' in sys.modules\n"
-        "slow = {'services.launch.up', 'services.launch.launch', 'services.hosts.openenv_server'}\n"
+        "slow = {'services.launch.up', 'services.launch.launchers', 'services.hosts.openenv_server'}\n"
         "assert not slow & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -28,10 +28,10 @@ from services.engines.protocol import Generation, Span
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.episodes.retry import Backoff, Retrier
 from services.rollout.driver import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, EpisodeLease
+from services.state.retry import Backoff, Retrier
 from services.workers.setting import EpisodeSetting, Order
 from tests.patience import HANG_S
 

@@ -14,11 +14,11 @@ import pytest
 from services.engines.protocol import Engine
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff, Retrier
 from services.state import engine_sightings
 from services.state.away import Away, AwayReason
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, Store
 from services.workers import engine_watch
 from services.workers.engine_watch import Hearsay

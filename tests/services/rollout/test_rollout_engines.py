@@ -23,8 +23,8 @@ from services.engines.errors import EngineError, EngineRejected, EngineUnavailab
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.policy import Sampled
-from services.episodes.retry import Backoff, Retrier
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.retry import Backoff, Retrier
 from services.workers import engines as engines_module
 from services.workers.engines import EngineTable, JobEngines
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport

@@ -16,7 +16,7 @@ from gspo_core.assemble import Assembler
 from gspo_core.codec import decode, encode
 from gspo_core.log.history import batches_after
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Group, Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.types import Group
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir, JobsDir

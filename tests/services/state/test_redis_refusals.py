@@ -21,13 +21,13 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from services.api.http.unavailable import unavailable
 from services.episodes.counters import Counters
-from services.episodes.retry import Backoff, Retrier
 from services.state.away import Away, AwayReason, CredentialsRefused, NotPermitted, OutOfMemory, RedisFault, translate
 from services.state.client import MAX_BLOCK_MS, RedisClient, connect
 from services.state.queue import Bus, Fenced
+from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, JobStatus, Store
 from services.trainer.run import JobRun
-from services.trainer.run_phase import RunPhase
+from services.trainer.telling.run_phase import RunPhase
 from services.trainer.worker import TrainerWorker
 from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to

@@ -12,7 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.log.lineage import Lineage
-from gspo_core.staleness import Position, token_staleness
+from gspo_core.position import Position
+from gspo_core.staleness import token_staleness
 from gspo_core.types import Split
 from gspo_core.versions import WeightsManifest
 from services.files.checkpoints import CheckpointStore

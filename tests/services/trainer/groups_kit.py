@@ -18,9 +18,9 @@ from services.state.queue import Append, Bus
 from services.state.store import Claim, Store
 from services.trainer.fleet.parity import Held
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from tests.services.trainer.trainer_kit import DEADLINE_S, episode
 

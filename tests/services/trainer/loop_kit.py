@@ -43,10 +43,10 @@ from services.state.store import Claim, JobNotFound, Store
 from services.trainer.building import make_learner
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.ranks.learner import AnyLearner
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.worker import TrainerWorker
 from tests.apparatus import small_qwen3

@@ -17,7 +17,7 @@ from gspo_core.learner import Learner, check_state, state
 from gspo_core.log import batches, checkpoints
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from services.files.batch_log import BatchLog, LoggedBatch, spent
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir

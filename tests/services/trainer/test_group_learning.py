@@ -29,8 +29,8 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from tests.core.learner_support import make_learner
 from tests.services.engines.engine_kit import VOCAB_SIZE, EngineProcess, make_model

@@ -26,9 +26,9 @@ from services.state.keys import job_key
 from services.state.server import RedisServer
 from services.state.store import Claim
 from services.trainer import attempt_process, torchrun
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.attempt_process import AttemptProcesses, NotStarted, Start, Started, start_python
 from services.trainer.building import make_learner
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.apparatus.processes import is_running

@@ -18,9 +18,9 @@ from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
+from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from tests.patience import HANG_S
 
 CONTEXT_TOKENS = 100

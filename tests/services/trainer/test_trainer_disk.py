@@ -19,9 +19,9 @@ from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords
 from services.state.queue import Bus
 from services.state.store import Store
-from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.event_file import EventFile
+from services.trainer.telling.run_phase import RunPhase
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S

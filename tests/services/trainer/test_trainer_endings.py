@@ -18,7 +18,7 @@ from services.files.job_dir import JobDir
 from services.state.jobs import CancelManner, JobRecord
 from services.trainer import run
 from services.trainer.run import JobRun
-from services.trainer.run_phase import Phase, RunPhase
+from services.trainer.telling.run_phase import Phase, RunPhase
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import (

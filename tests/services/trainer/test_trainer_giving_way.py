@@ -18,11 +18,11 @@ from services.state.functions import Functions
 from services.state.jobs import HANDED_OVER, JobRecord, StatusReason
 from services.state.queue import Append, Bus, EpisodeLease, Fenced
 from services.state.store import Claim, Store
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.fleet import engines as engines_module
 from services.trainer.giving_way import GivingWay, Signs
 from services.trainer.groups import late_rewards
 from services.trainer.run import JobRun
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.staleness import Position
+from gspo_core.position import Position
 from gspo_core.versions import StepReport, WeightFile, WeightsManifest
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords

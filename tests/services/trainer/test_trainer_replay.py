@@ -17,8 +17,8 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
 from gspo_core.log.steps import train_again
 from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, Trajectory
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.trainer_utilisation import NoEngines
 from gspo_core.codec import encode
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog
@@ -28,9 +28,9 @@ from services.state.store import Claim, Store
 from services.trainer.fleet.parity import Held, engine_mismatch
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.intake import Intake
+from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule, evaluation_group
 from services.trainer.run import JobRun
-from services.trainer.run_context import Services
 from services.trainer.telling import reports
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.state.jobs import CancelManner, StatusReason
-from services.trainer.run_phase import RULES, TRANSITIONS, IllegalPhase, Phase, RunPhase
+from services.trainer.telling.run_phase import RULES, TRANSITIONS, IllegalPhase, Phase, RunPhase
 
 DONE = StatusReason("steps_done", "all 2 steps are done")
 ROUTES = {

@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from gspo_core.codec import encode
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Choice, Position, token_staleness
+from gspo_core.staleness import Choice, token_staleness
 from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
 from services.state.queue import Append, Bus, EpisodeLease
 from services.state.store import Claim, Store

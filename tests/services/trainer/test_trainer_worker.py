@@ -24,8 +24,8 @@ from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
 from services.trainer.queued_models import QueuedModels
 from services.trainer.run import JobRun
-from services.trainer.run_phase import RunPhase
 from services.trainer.telling.failure import RanksLost
+from services.trainer.telling.run_phase import RunPhase
 from services.trainer.worker import TrainerWorker
 from tests.core.test_model_files import write_files
 from tests.patience import HANG_S

@@ -16,8 +16,8 @@ from services.state.fleet import Fleet
 from services.state.fleet_records import EngineReport
 from services.state.store import Claim, Store
 from services.trainer.attempt import Attempt
-from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.run import JobRun
+from services.trainer.telling.attempt_messages import AttemptEnd
 from tests.patience import HANG_S
 
 # For what surely comes, on a machine that is busy.

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.hosts import archives
-from services.hosts.archives import ArchiveRefused, unpack
+from services.files.environments import archives
+from services.files.environments.archives import ArchiveRefused, unpack
 
 FILE = b"class World: pass\n"
 

@@ -10,9 +10,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-from services.episodes.counters import Counters
 from services.process.telemetry import get_logger
 from services.state.away import Away
 
@@ -31,10 +30,16 @@ class Backoff:
         return float(min(self.max_s, self.first_s * 2 ** min(attempt, 16))) * (1 - random_share / 2)
 
 
+class RetryCounts(Protocol):
+    """Where each failed attempt is counted, by its cause."""
+
+    def add(self, name: str) -> None: ...
+
+
 class Retrier:
     """Tries again for as long as it takes; a caller that should not wait is cancelled from outside."""
 
-    def __init__(self, counters: Counters, rng: random.Random, backoff: Backoff | None = None) -> None:
+    def __init__(self, counters: RetryCounts, rng: random.Random, backoff: Backoff | None = None) -> None:
         self._counters = counters
         self._rng = rng
         self._backoff = backoff or Backoff()

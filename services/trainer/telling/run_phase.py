@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.state.jobs import HANDED_OVER, CancelManner, StatusReason
-from services.trainer.attempt_messages import AttemptEnd
+from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import CANCELLED
 
 

@@ -36,7 +36,7 @@ def urls_in(value: JSON | Mapping[str, JSON], where: str = "config") -> Iterator
                 yield from urls_in(item, f"{where}[{index}]")
 
 
-class Share:
+class ResolverShare:
     """The share of the resolver that one request may use; its time starts now."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,9 +52,11 @@ class Share:
             raise AddressNamed(where, "the names before this one took too long to resolve")
 
 
-def check_urls(config: JSON | Mapping[str, JSON], networks: Sequence[Network], share: Share | None = None) -> None:
+def check_urls(
+    config: JSON | Mapping[str, JSON], networks: Sequence[Network], share: ResolverShare | None = None
+) -> None:
     """Raises AddressNamed. It may ask a resolver: call it in a thread. Configs judged together have one ``share``."""
-    share = share or Share()
+    share = share or ResolverShare()
     for where, url in urls_in(config):
         host = _HOST.match(url)
         name = host[0] if host is not None else url

@@ -24,10 +24,10 @@ from services.trainer.fleet.parity import Held
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.late_rewards import LateRewards
 from services.trainer.groups.staleness import StalenessTable
-from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.failure import AlertKind
 from services.trainer.telling.reports import Listener
+from services.trainer.telling.run_phase import RunPhase
 from services.trainer.telling.status import JobStatusBoard
 
 

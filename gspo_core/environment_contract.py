@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
-from gspo_core.env.agent_runs import Llm
-from gspo_core.env.reported import check_name, check_room, check_size
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
+from gspo_core.reported_numbers import check_name, check_room, check_size
 from gspo_core.types import Evidence, Split, StopReason
 
 Phase: TypeAlias = Literal[
@@ -31,6 +30,10 @@ class InvalidEnvironment(Exception):
 
 IMAGES: Final = "images"
 """The phase of a failure that never passes: the environment shows something else than text."""
+
+
+NO_REWARD: Final = "the agent gave no reward"
+"""The reason of a failure that a late reward may still mend."""
 
 
 class EnvironmentFailed(Exception):
@@ -153,6 +156,32 @@ class Witness(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Llm:
+    """Where an agent asks for its turns. Its model and its sampling are the job's; what an agent says of them is not
+    heard."""
+
+    base_url: str
+    """Of the OpenAI dialects; ends in `/v1`."""
+    api_key: str = field(repr=False)
+    model: str = "policy"
+    episode: str = ""
+    """Names this attempt at the episode: the same in every repetition of its start."""
+    reward_key: str = field(default="", repr=False)
+    """By which the episode is paid, and nothing else. For whoever starts the agent: it does not belong where the policy
+    can act."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Clients of this dialect add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def gemini_base_url(self) -> str:
+        """Clients of this dialect add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
+
 class AgentSession(Session, Protocol):
     """One episode that an agent plays: ``start`` begins it, and it asks elsewhere for its turns. It never ``act``s."""
 
@@ -253,7 +282,7 @@ class Context:
     def metric(self, name: str, value: float) -> None:
         """Report a number with the outcome of this episode; the last value of a name counts.
 
-        Raises ``BeyondBounds`` for a name, a number, or a count of them beyond those of ``gspo_core.env.reported``."""
+        Raises ``BeyondBounds`` for a name, a number, or a count of them beyond those of `reported_numbers`."""
         number = float(value)
         check_name(name)
         check_size(name, number)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.engines.token_ids import TokenIds
+from gspo_core.token_ids import TokenIds
 
 
 def test_the_json_and_every_slice_are_those_of_a_list_that_grew_alike() -> None:
