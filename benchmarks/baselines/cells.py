@@ -210,7 +210,7 @@ def _long() -> list[Cell]:
 
 def _bounded() -> list[Cell]:
     """The gradient bounded by another constant or by what is usual, the step bounded as a whole or scaled by what its
-    data are worth, and gates that do not starve a step."""
+    data are worth, gates that do not starve a step, and clips of other widths."""
     usual = {"max_grad_growth": 1.0}
     kinds: tuple[tuple[str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         ("norm", "GSPO, max_grad_norm: 0.1", GSPO, {"max_grad_norm": 0.1}),
@@ -228,6 +228,13 @@ def _bounded() -> list[Cell]:
         ("m2", "GSPO, max_grad_growth: 1, m2_bound: 0.04", {**GSPO, "m2_bound": 0.04}, usual),
         ("fed", "GSPO, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, {}),
         ("usual_fed", "GSPO, max_grad_growth: 1, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, usual),
+        ("paper", "GSPO, max_grad_growth: 1, clip 3e-4 / 4e-4", {**GSPO, "clip": list(PAPER_CLIP)}, usual),
+        (
+            "band",
+            "GSPO, max_grad_growth: 1, band: z: 3",
+            {"loss": "clip", "ratio": "sequence", "band": {"z": 3.0}},
+            usual,
+        ),
     )
     at = SUBJECT_STALENESS
     return [
