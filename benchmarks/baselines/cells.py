@@ -256,6 +256,15 @@ def _sustained() -> list[Cell]:
         ("gspo", "GSPO, max_grad_growth: 1", GSPO, at, usual),
         ("gspo", "GSPO, max_grad_growth: 1", GSPO, 0, usual),
         ("grpo", "GRPO, max_grad_growth: 1", GRPO, at, usual),
+        ("wide", "GSPO, max_grad_growth: 1, correction_max: 5", {**GSPO, "correction_max": 5.0}, at, usual),
+        (
+            "prefix",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
+            at,
+            usual,
+        ),
+        ("signal", "GSPO, max_grad_growth: 1, signal_scaling", GSPO, at, {**usual, "signal_scaling": True}),
     )
     return [
         Cell(

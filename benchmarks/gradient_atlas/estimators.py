@@ -71,6 +71,11 @@ ESTIMATORS: tuple[Estimator, ...] = (
     Estimator("gates without correction", {"clip": WIDE, "correction": "none"}),
     Estimator("token weights up to 5", {**OPEN, "correction_max": 5.0}),
     TRUTH,
+    *(
+        Estimator(f"token weights, prefix_threshold: {threshold:g}", {**OPEN, "prefix_threshold": threshold})
+        for threshold in (0.0, 0.2, 0.5)
+    ),
+    Estimator("token weights and gates, prefix_threshold: 0.2", {"clip": WIDE, "prefix_threshold": 0.2}),
     Estimator("icepop 0.5 to 5", {**OPEN, "correction": "icepop", "correction_min": 0.5, "correction_max": 5.0}),
     Estimator("geometric weights", {**OPEN, "correction": "geometric"}),
     Estimator("product weights", {**OPEN, "correction": "product"}),

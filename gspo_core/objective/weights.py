@@ -100,9 +100,17 @@ def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) ->
     return torch.where(outside_BT, 0.0, weights_BT), outside_BT, mask_BT & ~outside_BT
 
 
+def _lost_before(mismatch_BT: Tensor, mask_BT: Tensor, threshold: float) -> Tensor:
+    """By how much less likely than when it was sampled the part before each token has become; at most 0."""
+    told_BT = torch.where(mask_BT & (mismatch_BT.abs() > threshold), mismatch_BT, 0.0)
+    return (told_BT.cumsum(-1) - told_BT).clamp(max=0.0)
+
+
 def _log_weight(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor, level: str) -> Tensor:
     if level == "token":
-        return mismatch_BT
+        if config.prefix_threshold is None:
+            return mismatch_BT
+        return mismatch_BT + _lost_before(mismatch_BT, inputs.mask_BT, config.prefix_threshold)
     if level == "geometric":
         return inputs.sequence_mean_BT(mismatch_BT).expand(mismatch_BT.shape)
     longest = int(inputs.num_actions_B.max()) if inputs.num_actions_B.numel() else 0

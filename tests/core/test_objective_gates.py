@@ -81,6 +81,38 @@ def test_the_pull_to_the_reference_obeys_no_gate(keys: dict[str, Any]) -> None:
     assert (both[0] - pull).abs().min() > 0.1
 
 
+def weights(config: ObjectiveConfig, mismatch: Tensor, mask: Tensor) -> Tensor:
+    inputs = prepare(config, LEVEL, mask, ADVANTAGES, LEVEL + mismatch, LEVEL, None, None, None, None)
+    return make_weights(config, inputs).weights_BT
+
+
+def test_what_follows_a_lost_token_counts_by_how_likely_that_still_is() -> None:
+    """By hand. A rise before a token makes up for a fall and no more, small changes are noise, and what is not trained
+    was not sampled."""
+    config = ObjectiveConfig(**{**OFF, "correction": "token", "correction_max": 2.0, "prefix_threshold": 0.2})
+    mismatch = torch.tensor([[-1.0, 0.1, 0.6], [0.5, -0.2, 0.9]], dtype=torch.float64)
+    expected = torch.tensor([[-1.0, -0.9, -0.4], [0.5, -0.2, math.log(2)]], dtype=torch.float64).exp()
+    torch.testing.assert_close(weights(config, mismatch, MASK), expected)
+    plain = config.model_copy(update={"prefix_threshold": None})
+    torch.testing.assert_close(weights(plain, mismatch, MASK), mismatch.exp().clamp(max=2.0))
+    later = torch.tensor([[0.5, -1.0, 0.1], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    told = weights(config, later, MASK)
+    torch.testing.assert_close(told[0], torch.tensor([0.5, -1.0, 0.1 - 0.5], dtype=torch.float64).exp())
+    read = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    torch.testing.assert_close(weights(config, later, read)[0, 2], torch.tensor(0.1, dtype=torch.float64).exp())
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_nothing_counts_more_for_what_came_before_it(threshold: float) -> None:
+    config = ObjectiveConfig(**{**OFF, "correction": "token", "prefix_threshold": threshold})
+    plain = config.model_copy(update={"prefix_threshold": None})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        mismatch = torch.randn((2, 3), generator=generator, dtype=torch.float64)
+        assert (weights(config, mismatch, MASK) <= weights(plain, mismatch, MASK) + 1e-12).all()
+        torch.testing.assert_close(weights(config, mismatch, MASK)[:, 0], weights(plain, mismatch, MASK)[:, 0])
+
+
 def test_a_gate_may_be_closer_on_one_side() -> None:
     """MLPerf's band: a drift of 0.0015 is allowed upwards and refused downwards."""
     config = ObjectiveConfig(**{**OFF, "geometric_gate": [0.999, 1.002]})
