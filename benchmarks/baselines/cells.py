@@ -259,6 +259,13 @@ def _sustained() -> list[Cell]:
         ("wide", "GSPO, max_grad_growth: 1, correction_max: 5", {**GSPO, "correction_max": 5.0}, at, usual),
         (
             "prefix",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2, prefix_memory: 1e9",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2, "prefix_memory": 1e9},
+            at,
+            usual,
+        ),
+        (
+            "faded",
             "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
             {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
             at,
