@@ -24,7 +24,10 @@ LIVE_SETTINGS = frozenset(
         *(f"objective.{name}" for name in ("clip_low", "clip_high", "dual_clip", "correction_min", "correction_max")),
         *(f"objective.{name}" for name in ("k3_gate", "outlier_gate", "off_policy_gate")),
         *(f"objective.{name}" for name in ("geometric_gate", "geometric_gate_low")),
-        *(f"objective.{name}" for name in ("min_kept_frac", "m2_bound", "stale_clip")),
+        *(
+            f"objective.{name}"
+            for name in ("min_kept_frac", "m2_bound", "stale_clip", "prefix_threshold", "prefix_memory")
+        ),
         *(f"objective.{name}" for name in ("gmpo_clip", "dppo_delta", "dppo_cap")),
         *(f"rollout.{name}" for name in ("max_staleness", "staleness_cap", "on_stale", "stale_wait_s")),
         *("steps", "checkpoint_every", "evaluation.every"),

@@ -237,6 +237,14 @@ class ObjectiveConfig(Documented):
     """Upper bound of the weight."""
     correction_min: PositiveFloat | None = None
     """Lower bound of the weight. Null: 0."""
+    prefix_threshold: NonNegativeFloat | None = Field(default=None, exclude_if=_is_none)
+    """Tokens behind others whose log-prob has changed by more than this since they were sampled are weighted by how
+    much less likely those have become, too: what follows an error that the policy no longer makes teaches it little.
+    Smaller changes are taken for noise. Null: never."""
+    prefix_memory: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=10.0, exclude_if=lambda tokens: tokens == 10.0
+    )
+    """How many trained tokens such a change counts for what follows it: with each it counts 1 - 1 / this as much."""
     product_max_tokens: Annotated[int, Field(gt=0)] = 512
     """Product weights refuse sequences with more trained tokens, because almost all of their weights vanish."""
 
@@ -414,6 +422,8 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
         "product_max_tokens": (config.correction.startswith("product"), "correction: product"),
         "min_kept_frac": (not behavior and _has_distance_gate(config), "anchor: proximal and k3_gate or outlier_gate"),
         "geometric_gate_low": (config.geometric_gate is not None, "geometric_gate"),
+        "prefix_memory": (config.prefix_threshold is not None, "prefix_threshold"),
+        "prefix_threshold": (config.correction.startswith("token"), "correction: token_truncate or token_mask"),
         "m2_bound": (not behavior, "anchor: proximal"),
         "stale_clip": (not behavior and loss == "clip", "anchor: proximal and the loss clip"),
         "kl_unbiased": (config.kl_coef > 0, "kl_coef above 0"),

@@ -210,7 +210,7 @@ def _long() -> list[Cell]:
 
 def _bounded() -> list[Cell]:
     """The gradient bounded by another constant or by what is usual, the step bounded as a whole or scaled by what its
-    data are worth, and gates that do not starve a step."""
+    data are worth, gates that do not starve a step, and clips of other widths."""
     usual = {"max_grad_growth": 1.0}
     kinds: tuple[tuple[str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         ("norm", "GSPO, max_grad_norm: 0.1", GSPO, {"max_grad_norm": 0.1}),
@@ -228,6 +228,13 @@ def _bounded() -> list[Cell]:
         ("m2", "GSPO, max_grad_growth: 1, m2_bound: 0.04", {**GSPO, "m2_bound": 0.04}, usual),
         ("fed", "GSPO, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, {}),
         ("usual_fed", "GSPO, max_grad_growth: 1, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, usual),
+        ("paper", "GSPO, max_grad_growth: 1, clip 3e-4 / 4e-4", {**GSPO, "clip": list(PAPER_CLIP)}, usual),
+        (
+            "band",
+            "GSPO, max_grad_growth: 1, band: z: 3",
+            {"loss": "clip", "ratio": "sequence", "band": {"z": 3.0}},
+            usual,
+        ),
     )
     at = SUBJECT_STALENESS
     return [
@@ -249,6 +256,22 @@ def _sustained() -> list[Cell]:
         ("gspo", "GSPO, max_grad_growth: 1", GSPO, at, usual),
         ("gspo", "GSPO, max_grad_growth: 1", GSPO, 0, usual),
         ("grpo", "GRPO, max_grad_growth: 1", GRPO, at, usual),
+        ("wide", "GSPO, max_grad_growth: 1, correction_max: 5", {**GSPO, "correction_max": 5.0}, at, usual),
+        (
+            "prefix",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2, prefix_memory: 1e9",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2, "prefix_memory": 1e9},
+            at,
+            usual,
+        ),
+        (
+            "faded",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
+            at,
+            usual,
+        ),
+        ("signal", "GSPO, max_grad_growth: 1, signal_scaling", GSPO, at, {**usual, "signal_scaling": True}),
     )
     return [
         Cell(

@@ -19,6 +19,16 @@ from benchmarks.baselines.store import Run, Store
 
 NAME = "sustained"
 SUBJECT, FRESH, BESIDE = "sustained_gspo_s16", "sustained_gspo_s0", "sustained_grpo_s16"
+PREFIX, SIGNAL = "sustained_prefix_s16", "sustained_signal_s16"
+COMPARED = (
+    (SUBJECT, FRESH, "GSPO at age 16 less GSPO at age 0"),
+    (SUBJECT, BESIDE, "GSPO at age 16 less GRPO at age 16"),
+    (PREFIX, SUBJECT, "With prefix_threshold less without"),
+    (PREFIX, FRESH, "With prefix_threshold at age 16 less GSPO at age 0"),
+    (PREFIX, BESIDE, "With prefix_threshold less GRPO at age 16"),
+    (SIGNAL, SUBJECT, "With signal_scaling less without"),
+    (SIGNAL, FRESH, "With signal_scaling at age 16 less GSPO at age 0"),
+)
 ALLOWED_COST = 0.05
 """Of the gain on fresh data."""
 KEPT = (*JUDGED, "staleness/mean", "staleness/within_one", "reward/mean")
@@ -165,12 +175,10 @@ def _points(fall: float) -> str:
 
 def _differences(found: Sequence[Row]) -> tuple[str, str]:
     rows = {row.cell.name: {run.seed: run for run in row.runs} for row in found}
+    labels = {row.cell.name: row.cell.label for row in found}
     lines = ["| | seeds | end | area |", "| --- | --- | --- | --- |"]
     verdict = []
-    for name, other, said in (
-        (SUBJECT, FRESH, "GSPO at age 16 less GSPO at age 0"),
-        (SUBJECT, BESIDE, "GSPO at age 16 less GRPO at age 16"),
-    ):
+    for name, other, said in COMPARED:
         seeds = sorted(rows.get(name, {}).keys() & rows.get(other, {}).keys())
         if len(seeds) < 2:
             continue
@@ -179,7 +187,7 @@ def _differences(found: Sequence[Row]) -> tuple[str, str]:
         areas = [100 * (area(own.result.evaluations) - area(beside.result.evaluations)) for own, beside in pairs]
         lines.append(f"| {said} | {len(seeds)} | {_interval(ends)} | {_interval(areas)} |")
         if other == FRESH:
-            verdict.append(_cost(pairs))
+            verdict.append(f"{labels[name]}: {_cost(pairs)}")
     return "\n".join(lines), "\n".join(verdict)
 
 

@@ -71,6 +71,18 @@ ESTIMATORS: tuple[Estimator, ...] = (
     Estimator("gates without correction", {"clip": WIDE, "correction": "none"}),
     Estimator("token weights up to 5", {**OPEN, "correction_max": 5.0}),
     TRUTH,
+    *(
+        Estimator(
+            f"token weights up to 5, prefix_threshold: {threshold:g} and memory {memory:g}",
+            {**OPEN, "correction_max": 5.0, "prefix_threshold": threshold, "prefix_memory": memory},
+        )
+        for threshold, memory in ((0.2, 10.0), (0.2, 1e9), (0.5, 10.0))
+    ),
+    Estimator("token weights up to 2, prefix_threshold: 0.2", {**OPEN, "prefix_threshold": 0.2}),
+    Estimator(
+        "token weights up to 5 and gates, prefix_threshold: 0.2",
+        {"clip": WIDE, "correction_max": 5.0, "prefix_threshold": 0.2},
+    ),
     Estimator("icepop 0.5 to 5", {**OPEN, "correction": "icepop", "correction_min": 0.5, "correction_max": 5.0}),
     Estimator("geometric weights", {**OPEN, "correction": "geometric"}),
     Estimator("product weights", {**OPEN, "correction": "product"}),

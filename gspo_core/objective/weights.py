@@ -100,9 +100,26 @@ def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) ->
     return torch.where(outside_BT, 0.0, weights_BT), outside_BT, mask_BT & ~outside_BT
 
 
+def faded_before(values_BT: Tensor, mask_BT: Tensor, kept: float) -> Tensor:
+    """The sum of the values at trained tokens before each trained token, each ``kept`` times as large with every
+    further trained token."""
+    place_BT = torch.where(mask_BT, mask_BT.cumsum(-1) - 1, mask_BT.shape[-1])  # what is not trained: behind the rest
+    shape = (mask_BT.shape[0], mask_BT.shape[-1] + 1)
+    sums_BT = values_BT.new_zeros(shape).scatter(-1, place_BT, torch.where(mask_BT, values_BT, 0.0))[:, :-1]
+    sums_BT = torch.nn.functional.pad(sums_BT, (1, 0))  # what comes before, and a last place for what is not trained
+    distance = 1
+    while distance < sums_BT.shape[-1]:  # each pass doubles how far back a sum reaches
+        sums_BT = sums_BT + kept**distance * torch.nn.functional.pad(sums_BT, (distance, 0))[:, :-distance]
+        distance *= 2
+    return torch.where(mask_BT, sums_BT.gather(-1, place_BT), 0.0)
+
+
 def _log_weight(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor, level: str) -> Tensor:
     if level == "token":
-        return mismatch_BT
+        if config.prefix_threshold is None:
+            return mismatch_BT
+        told_BT = torch.where(mismatch_BT.abs() > config.prefix_threshold, mismatch_BT, 0.0)
+        return mismatch_BT + faded_before(told_BT, inputs.mask_BT, 1 - 1 / config.prefix_memory).clamp(max=0.0)
     if level == "geometric":
         return inputs.sequence_mean_BT(mismatch_BT).expand(mismatch_BT.shape)
     longest = int(inputs.num_actions_B.max()) if inputs.num_actions_B.numel() else 0

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo_core.objective import ObjectiveConfig, loss_metrics, policy_loss
 from gspo_core.objective.inputs import prepare
-from gspo_core.objective.weights import make_weights
+from gspo_core.objective.weights import faded_before, make_weights
 from tests.core.objective_support import OFF
 
 MASK = torch.ones(2, 3)
@@ -79,6 +81,54 @@ def test_the_pull_to_the_reference_obeys_no_gate(keys: dict[str, Any]) -> None:
     torch.testing.assert_close(both[1], pull)  # withheld by the gate: nothing but the pull is left
     torch.testing.assert_close(gradient(torch.zeros(2, dtype=torch.float64)), pull.expand(2, 3))
     assert (both[0] - pull).abs().min() > 0.1
+
+
+def weights(config: ObjectiveConfig, mismatch: Tensor, mask: Tensor) -> Tensor:
+    inputs = prepare(config, LEVEL, mask, ADVANTAGES, LEVEL + mismatch, LEVEL, None, None, None, None)
+    return make_weights(config, inputs).weights_BT
+
+
+def test_what_follows_a_lost_token_counts_by_how_likely_that_still_is() -> None:
+    """By hand. A rise before a token makes up for a fall and no more, small changes are noise, and what is not trained
+    was not sampled."""
+    endless = {"prefix_threshold": 0.2, "prefix_memory": 1e12}
+    config = ObjectiveConfig(**{**OFF, "correction": "token", "correction_max": 2.0, **endless})
+    mismatch = torch.tensor([[-1.0, 0.1, 0.6], [0.5, -0.2, 0.9]], dtype=torch.float64)
+    expected = torch.tensor([[-1.0, -0.9, -0.4], [0.5, -0.2, math.log(2)]], dtype=torch.float64).exp()
+    torch.testing.assert_close(weights(config, mismatch, MASK), expected)
+    fading = config.model_copy(update={"prefix_memory": 4.0})
+    faded = torch.tensor([[-1.0, -0.9, 0.6 - 0.75], [0.5, -0.2, math.log(2)]], dtype=torch.float64).exp()
+    torch.testing.assert_close(weights(fading, mismatch, MASK), faded)
+    plain = config.model_copy(update={"prefix_threshold": None})
+    torch.testing.assert_close(weights(plain, mismatch, MASK), mismatch.exp().clamp(max=2.0))
+    later = torch.tensor([[0.5, -1.0, 0.1], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    told = weights(config, later, MASK)
+    torch.testing.assert_close(told[0], torch.tensor([0.5, -1.0, 0.1 - 0.5], dtype=torch.float64).exp())
+    read = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    torch.testing.assert_close(weights(config, later, read)[0, 2], torch.tensor(0.1, dtype=torch.float64).exp())
+
+
+@given(st.data(), st.integers(1, 40), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_what_came_before_fades_with_every_trained_token(data: st.DataObject, length: int, kept: float) -> None:
+    values = data.draw(st.lists(st.floats(-3, 3), min_size=length, max_size=length))
+    mask = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    expected, sum_before = [], 0.0
+    for value, is_trained in zip(values, mask, strict=True):
+        expected.append(sum_before if is_trained else 0.0)
+        sum_before = kept * sum_before + value if is_trained else sum_before
+    found = faded_before(torch.tensor([values], dtype=torch.float64), torch.tensor([mask]), kept)
+    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_nothing_counts_more_for_what_came_before_it(threshold: float) -> None:
+    config = ObjectiveConfig(**{**OFF, "correction": "token", "prefix_threshold": threshold})
+    plain = config.model_copy(update={"prefix_threshold": None})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        mismatch = torch.randn((2, 3), generator=generator, dtype=torch.float64)
+        assert (weights(config, mismatch, MASK) <= weights(plain, mismatch, MASK) + 1e-12).all()
+        torch.testing.assert_close(weights(config, mismatch, MASK)[:, 0], weights(plain, mismatch, MASK)[:, 0])
 
 
 def test_a_gate_may_be_closer_on_one_side() -> None:
