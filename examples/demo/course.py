@@ -35,8 +35,9 @@ class Course:
     """The question of a task, as the environment puts it."""
     demonstrate: Callable[[Task, Mistakes, random.Random], list[Message]]
     """What follows a question, with mistakes as often as the second argument says."""
-    practise: Callable[[Task, random.Random], tuple[Task, list[Message]]]
-    """A skill alone: a task, which may be a made-up one, and what follows its question."""
+    practise: Callable[[Task, random.Random, bool], tuple[Task, list[Message], list[Message]]]
+    """A skill alone: a task, which may be a made-up one, what has gone wrong since its question, which is read and not
+    learned, and what follows. The last argument says whether something may have gone wrong."""
     mistakes: Mistakes
     num_practice: int
     """Steps of the skill alone: with no mistakes and no system prompt in the way, copying is learned several times as

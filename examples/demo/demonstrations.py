@@ -116,8 +116,8 @@ def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> li
     return demonstrate(task["expression"], mistakes, generator)
 
 
-def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]]:
-    return task, practise(task["expression"], generator)
+def _practise(task: Task, generator: random.Random, _errs: bool) -> tuple[Task, list[Message], list[Message]]:
+    return task, [], practise(task["expression"], generator)
 
 
 def _ask(task: Task) -> str:

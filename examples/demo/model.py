@@ -128,7 +128,7 @@ class School:
             yield self.lessons(BATCH_SIZE, self._course.mistakes)
 
     def practice(self, count: int, *, whole: bool = True) -> list[TrainSequence]:
-        """Skills alone. ``whole``: as episodes are; else without the system prompt and its tools."""
+        """Skills alone. ``whole``: as episodes are, also after errors; else without the system prompt and its tools."""
         return [self._practice(self._task(), whole) for _ in range(count)]
 
     def lessons(self, count: int, mistakes: Mistakes) -> list[TrainSequence]:
@@ -140,20 +140,24 @@ class School:
 
     def _spelling(self, task: Task) -> list[Message]:
         if self._course.spelled_from_practice:
-            task, said = self._course.practise(task, self._generator)
+            task, seen, said = self._course.practise(task, self._generator, False)
+            said = [*seen, *said]
         else:
             said = self._course.demonstrate(task, self._course.mistakes, self._generator)
         return [*self._prompt(task), *said]
 
     def _practice(self, task: Task, whole: bool) -> TrainSequence:
-        task, said = self._course.practise(task, self._generator)
-        return self._sequence(task, said, whole=whole)
+        task, seen, said = self._course.practise(task, self._generator, whole)
+        return self._sequence(task, said, seen, whole=whole)
 
     def _lesson(self, task: Task, mistakes: Mistakes) -> TrainSequence:
         return self._sequence(task, self._course.demonstrate(task, mistakes, self._generator), whole=True)
 
-    def _sequence(self, task: Task, said: Sequence[Message], *, whole: bool) -> TrainSequence:
-        prompt = self._prompt(task)
+    def _sequence(
+        self, task: Task, said: Sequence[Message], seen: Sequence[Message] = (), *, whole: bool
+    ) -> TrainSequence:
+        """``seen``: what stands between the question and ``said``, and is not learned."""
+        prompt = [*self._prompt(task), *seen]
         return lesson(self.codec, *((prompt, said, self._environment.tools) if whole else (prompt[1:], said)))
 
     def _prompt(self, task: Task) -> list[Message]:

@@ -18,7 +18,10 @@ from gspo_core.chat import Message
 from gspo_core.messages import CalledFunction
 
 GOODS = ("lamps", "boats", "clocks", "violins", "maps", "kites")
-NOT_FOUND = "error: there is no document with this title; search for one"
+RECOVERED = 0.4
+"""Share of the practice in which some titles were copied wrongly before: it goes on with the right one."""
+MOST_ERRORS = 2
+NOT_FOUND = "error: ValueError: there is no document with this title; search for one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,15 @@ def _made_up(task: Task, generator: random.Random) -> tuple[Task, dict[str, str]
     return {"question": question, "answer": chain[first + len(path)], "path": path}, documents
 
 
-def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]]:
+def _practise(task: Task, generator: random.Random, errs: bool) -> tuple[Task, list[Message], list[Message]]:
     made_up, documents = _made_up(task, generator)
-    return made_up, demonstrate(made_up["path"], documents, made_up["answer"], NO_MISTAKES, generator)
+    said = demonstrate(made_up["path"], documents, made_up["answer"], NO_MISTAKES, generator)
+    if not errs or generator.random() >= RECOVERED:
+        return made_up, [], said
+    place = generator.randrange(len(made_up["path"]))
+    wrong = [_mistaken(made_up["path"][place], generator) for _ in range(generator.randint(1, MOST_ERRORS))]
+    errors = [message for title in wrong for message in (_reads(title), _tool(NOT_FOUND))]
+    return made_up, [*said[: 2 * place], *errors], said[2 * place :]
 
 
 def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
@@ -87,6 +96,14 @@ def _ask(task: Task) -> str:
 
 def _name(generator: random.Random, num_syllables: int) -> str:
     return "".join(generator.choice(search_qa.SYLLABLES) for _ in range(num_syllables)).capitalize()
+
+
+def _mistaken(title: str, generator: random.Random) -> str:
+    """What a policy asks for that copies wrongly: a letter less, or a syllable of something else."""
+    if generator.random() < 0.5:
+        return _misspell(title, generator)
+    start = generator.randrange(1, len(title) - 1)
+    return title[:start] + generator.choice(search_qa.SYLLABLES) + title[start + generator.randint(1, 3) :]
 
 
 def _misspell(title: str, generator: random.Random) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from environments.search_qa import SearchQA, collection
 from examples.demo.model import School
-from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, SearchMistakes
+from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, NOT_FOUND, SearchMistakes
 from gspo_core.chat import Message
+from gspo_core.env.tools import error_text
 
 
 def demonstration(task: dict[str, Any], mistakes: SearchMistakes, generator: random.Random) -> list[Message]:
@@ -30,12 +31,16 @@ def reward(task: dict[str, Any], said: list[Message]) -> float:
                 try:
                     shown = world.read(**call["function"]["arguments"])
                 except ValueError as error:
-                    shown = f"error: {error}"
+                    shown = error_text(error)
                 assert answer["content"] == shown
         world.on_message(str(said[-1]["content"]))
         return world.get_reward()
     finally:
         world.close()
+
+
+def titles_in(messages: list[Message]) -> list[str]:
+    return [call["function"]["arguments"]["title"] for one in messages for call in one.get("tool_calls", [])]
 
 
 def test_a_faultless_demonstration_is_right_in_two_to_four_calls() -> None:
@@ -65,14 +70,35 @@ def test_practice_is_about_names_that_the_collection_does_not_have() -> None:
     known = {word for title in collection().documents for word in title.split()}
     met: set[str] = set()
     for task in SearchQA.tasks[:100]:
-        made_up, said = COURSE.practise(task, generator)
-        titles = [call["function"]["arguments"]["title"] for one in said for call in one.get("tool_calls", [])]
+        made_up, seen, said = COURSE.practise(task, generator, True)
+        asked = titles_in(seen)
+        titles = asked[: len(made_up["path"]) - len(titles_in(said))] + titles_in(said)
         assert titles == made_up["path"]
         assert titles[0] in made_up["question"]
         assert str(said[-1]["content"]) == made_up["answer"]
         assert made_up["answer"] in str(said[-2]["content"])
         met |= {word for title in titles for word in title.split() if len(word) > 4}
     assert len(met & known) < 0.2 * len(met)
+
+
+def test_practice_goes_on_rightly_after_titles_that_were_copied_wrongly() -> None:
+    """They are read and not learned; what is learned begins with the right one."""
+    generator = random.Random(0)
+    practised = [COURSE.practise(task, generator, True) for task in SearchQA.tasks[:200]]
+    numbers = set()
+    for made_up, seen, said in practised:
+        wrong = [title for title in titles_in(seen) if title not in made_up["path"]]
+        numbers.add(len(wrong))
+        if wrong:
+            assert titles_in(said)[0] not in titles_in(seen)
+            assert [one["content"] for one in seen[-2 * len(wrong) :] if one["role"] == "tool"] == [NOT_FOUND] * len(
+                wrong
+            )
+        else:
+            assert not seen
+    assert numbers == {0, 1, 2}
+    assert not any(COURSE.practise(task, generator, False)[1] for task in SearchQA.tasks[:50])
+    assert 50 < sum(bool(seen) for _, seen, _ in practised) < 110
 
 
 def test_a_name_is_spelt_alike_wherever_it_stands(tmp_path: Path) -> None:
