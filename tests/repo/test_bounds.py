@@ -26,6 +26,7 @@ EXEMPT: dict[tuple[str, str], str] = {
     ("gspo_core/objective/losses.py", "dppo_delta"): _TRAINED,
     ("gspo_core/objective/weights.py", "k3_gate"): _TRAINED,
     ("gspo_core/objective/weights.py", "outlier_gate"): _TRAINED,
+    ("gspo_core/objective/weights.py", "prefix_threshold"): _TRAINED,
     ("services/trainer/groups/selection.py", "stale_wait_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "alarm_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "end_s"): "a clock",
