@@ -19,13 +19,15 @@ from benchmarks.baselines.store import Run, Store
 
 NAME = "sustained"
 SUBJECT, FRESH, BESIDE = "sustained_gspo_s16", "sustained_gspo_s0", "sustained_grpo_s16"
-PREFIX, SIGNAL = "sustained_prefix_s16", "sustained_signal_s16"
+PREFIX, ENDLESS, SIGNAL = "sustained_faded_s16", "sustained_prefix_s16", "sustained_signal_s16"
 COMPARED = (
     (SUBJECT, FRESH, "GSPO at age 16 less GSPO at age 0"),
     (SUBJECT, BESIDE, "GSPO at age 16 less GRPO at age 16"),
     (PREFIX, SUBJECT, "With prefix_threshold less without"),
     (PREFIX, FRESH, "With prefix_threshold at age 16 less GSPO at age 0"),
     (PREFIX, BESIDE, "With prefix_threshold less GRPO at age 16"),
+    (ENDLESS, SUBJECT, "The same with an endless memory less without"),
+    (ENDLESS, FRESH, "The same with an endless memory at age 16 less GSPO at age 0"),
     (SIGNAL, SUBJECT, "With signal_scaling less without"),
     (SIGNAL, FRESH, "With signal_scaling at age 16 less GSPO at age 0"),
 )
