@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -45,9 +46,14 @@ class _Line(TypedDict, total=False):
     cosine_beside_truth: _Estimate | None
 
 
-class _Setting(TypedDict, total=False):
-    """What is read of a setting; only later atlases have a spread."""
+class _Where(TypedDict):
+    length: int
 
+
+class _Setting(TypedDict, total=False):
+    """What is read of a setting."""
+
+    setting: _Where
     k3: float
     spread: float
     lines: list[_Line]
@@ -67,17 +73,28 @@ def directions(found: Sequence[_Setting], estimator: str) -> list[tuple[float, f
     return [(k3, cosine["value"]) for k3, cosine in lines if cosine is not None]
 
 
-def clip_losses(found: Sequence[_Setting]) -> list[tuple[float, float]]:
-    """The lower side of each clip in spreads, and the cosine that it loses, where the widest has one to lose."""
+@dataclass(frozen=True)
+class ClipLoss:
+    """What a clip loses in a setting in which the widest has a direction to lose."""
+
+    length: int
+    clip_low: float
+    spreads: float
+    """Its lower side, in spreads of log ratios at the last update."""
+    lost: float
+    """Of the cosine."""
+
+
+def clip_losses(found: Sequence[_Setting]) -> list[ClipLoss]:
     points = []
     for one in found:
         widest = _line(one, PLAIN.name).get("cosine")
-        if "spread" not in one or widest is None or widest["value"] < WORTH:
+        if widest is None or widest["value"] < WORTH:
             continue
         for narrower in NARROWER:
-            beside = _line(one, narrower.name).get("cosine_beside_truth")
+            beside, low = _line(one, narrower.name).get("cosine_beside_truth"), narrower.config.clip_low
             if beside is not None:
-                points.append((narrower.config.clip_low / one["spread"], -beside["value"]))
+                points.append(ClipLoss(one["setting"]["length"], low, low / one["spread"], -beside["value"]))
     return points
 
 
@@ -122,9 +139,15 @@ def _draw_directions(axis: Axes, found: Sequence[_Setting]) -> None:
 
 def _draw_clips(axis: Axes, found: Sequence[_Setting]) -> None:
     points = clip_losses(found)
-    axis.scatter([spreads for spreads, _ in points], [loss for _, loss in points], s=26, color="C3", alpha=0.7)
+    for place, length in enumerate(sorted({point.length for point in points})):
+        some = [point for point in points if point.length == length]
+        colour, label = ("C0", "C1", "C3")[place], f"{length:,} tokens"
+        axis.scatter(
+            [one.spreads for one in some], [one.lost for one in some], s=26, color=colour, alpha=0.7, label=label
+        )
     axis.axvline(3, color="C2", linewidth=1.5)
-    axis.text(3.3, 1.0, "three spreads", color="C2", fontsize=9)
+    axis.text(3.3, 1.2, "three spreads", color="C2", fontsize=9)
+    axis.legend(fontsize=8)
     axis.set(
         title="How wide must the clip be?",
         xlabel="its lower side, in spreads of log ratios at the last update",
