@@ -26,7 +26,7 @@ SEEDS = (0, 1, 2)
 STALENESS = (0, 4, 16)
 SUBJECT_STALENESS = 16
 """Where the ablations and the controls are made."""
-OPTIMIZER = {"lr": 2e-4, "betas": [0.9, 0.99], "schedule": "linear"}
+OPTIMIZER: Mapping[str, Any] = {"lr": 2e-4, "betas": [0.9, 0.99], "schedule": "linear"}
 """The demo's with twice its rate, so that weights of some steps ago differ."""
 
 LONG_MEMORY = {"betas": [0.9, 0.999]}
@@ -77,16 +77,22 @@ class SustainedRun:
     """The last three evaluations, whose mean is the end of a run."""
     others: tuple[str, ...]
     """Kinds of cells beside the default, at this age."""
+    suffix: str = ""
+    """Of the names of its cells and of its page."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from that of the other runs."""
 
     def cell(self, kind: str, staleness: int) -> str:
-        """Its name; those of the first age, 16, do not name it."""
-        return f"sustained_{kind}_s{staleness}" if staleness or self.age == 16 else f"sustained_{kind}_s0_of_{self.age}"
+        """Its name."""
+        return f"sustained_{kind}_s{staleness}{self.suffix}"
 
 
 SUSTAINED_RUNS = (
-    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "wide", "prefix", "faded", "signal")),
-    SustainedRun(64, 14, 24, (320, 328, 336), ("grpo", "faded")),
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "wide", "prefix", "faded", "signal", "both")),
+    SustainedRun(64, 14, 24, (320, 328, 336), ("grpo", "faded", "both"), "_long"),
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "faded", "signal", "both"), "_fast", {"lr": 2 * OPTIMIZER["lr"]}),
 )
+"""The last one is harder, so that runs fall often enough to tell what keeps them from it."""
 _MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
@@ -257,6 +263,12 @@ def _bounded() -> list[Cell]:
             {"loss": "clip", "ratio": "sequence", "band": {"z": 3.0}},
             usual,
         ),
+        (
+            "faded",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
+            usual,
+        ),
     )
     at = SUBJECT_STALENESS
     return [
@@ -273,6 +285,7 @@ def _young() -> list[Cell]:
 def _sustained(run: SustainedRun) -> list[Cell]:
     """An age that lasts: after the first so many steps all of the data are so old, to the end."""
     usual = {"max_grad_growth": 1.0}
+    scaled = {**usual, "signal_scaling": True}
     wide = {**GSPO, "correction_max": 5.0}
     told, short, endless = "correction_max: 5", "prefix_threshold: 0.2", "prefix_memory: 1e9"
     kinds: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
@@ -285,7 +298,12 @@ def _sustained(run: SustainedRun) -> list[Cell]:
             usual,
         ),
         "faded": (f"GSPO, max_grad_growth: 1, {told}, {short}", {**wide, "prefix_threshold": 0.2}, usual),
-        "signal": ("GSPO, max_grad_growth: 1, signal_scaling", GSPO, {**usual, "signal_scaling": True}),
+        "signal": ("GSPO, max_grad_growth: 1, signal_scaling", GSPO, scaled),
+        "both": (
+            f"GSPO, max_grad_growth: 1, {told}, {short}, signal_scaling",
+            {**wide, "prefix_threshold": 0.2},
+            scaled,
+        ),
     }
     return [
         Cell(
@@ -294,7 +312,7 @@ def _sustained(run: SustainedRun) -> list[Cell]:
             kinds[kind][0],
             kinds[kind][1],
             staleness,
-            optimizer=kinds[kind][2],
+            optimizer={**kinds[kind][2], **run.optimizer},
             times=run.times,
             schedule="sustained",
             eval_tasks=HELD_OUT,

@@ -38,7 +38,7 @@ KEPT = (*JUDGED, "staleness/mean", "staleness/within_one", "reward/mean")
 OLD_ENOUGH = 0.9
 """An age is sustained in the steps in which so many of the tokens are so old, or one step more or less."""
 
-PAGE = """# Data that stay {age} steps old
+PAGE = """# Data that stay {age} steps old{rate}
 
 Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../../docs/staleness.md) says what follows.
 {steps} steps of {groups} groups of {size} episodes of the calculator. Each episode begins under the weights of {age}
@@ -88,7 +88,7 @@ def sustained_steps(run: Run) -> list[int]:
 
 
 def page_name(about: SustainedRun) -> str:
-    return "sustained" if about.age == 16 else f"sustained_{about.age}"
+    return f"sustained{about.suffix}"
 
 
 def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES) -> str:
@@ -98,9 +98,9 @@ def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES) -> str:
 
 def _write(about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> str:
     """Nothing where nothing has run."""
-    found = []
+    found, names = [], {about.cell(kind, about.age) for kind in (DEFAULT, *about.others)} | {about.cell(DEFAULT, 0)}
     for one in SUSTAINED:
-        if one.judged_at != about.judged_at:
+        if one.name not in names:
             continue
         runs = [run for seed in store.seeds(one) if (run := store.read(one, seed, sizes)) is not None]
         if runs:
@@ -114,6 +114,7 @@ def _write(about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> st
         groups=sizes.groups_per_step,
         size=sizes.group_size,
         age=about.age,
+        rate=f", at a learning rate of {about.optimizer['lr']:g}" if about.optimizer else "",
         younger=about.age - 1,
         every=about.eval_every,
         tasks=HELD_OUT,

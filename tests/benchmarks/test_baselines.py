@@ -47,7 +47,7 @@ def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
     jobs = {one.name: one.job(Path("model"), 0) for one in RUNNABLE}
     named = {"objective": True, "learner": True, "steps": True, "rollout": {"max_staleness", "staleness_cap"}}
     named |= {
-        "optimizer": {"max_grad_norm", "max_grad_growth", "max_step_k3", "ess_scaling", "signal_scaling", "betas"}
+        "optimizer": {"lr", "max_grad_norm", "max_grad_growth", "max_step_k3", "ess_scaling", "signal_scaling", "betas"}
     }
     shared = [job.model_dump(exclude=named) for job in jobs.values()]
     assert [job.steps for job in jobs.values()] == [one.times * SIZES.steps for one in RUNNABLE]
@@ -196,17 +196,17 @@ def test_what_an_age_costs_is_told_beside_the_same_seed_on_fresh_data(stored: St
     assert "The age costs 22.0 ± 25.4 % of the gain on fresh data: not told from 5 %." in page
     assert "| GSPO at age 16 less GRPO at age 16 | 2 | -11.0 ± 12.7 |" in page
     assert (tmp_path / "sustained.png").stat().st_size > 10_000
-    assert not (tmp_path / "sustained_64.md").exists()
+    assert not (tmp_path / "sustained_long.md").exists()
 
 
 def test_each_age_that_lasts_has_a_page_of_its_own(stored: Stored, tmp_path: Path) -> None:
     for seed in (1, 2):
         stored("sustained_gspo_s16", seed, 0.4, 0.9, 0.9, 0.9, 0.9)
         stored("sustained_gspo_s0", seed, 0.4, 0.7, 0.7, 0.7, 0.7)
-        stored("sustained_gspo_s64", seed, 0.4, 0.9, 0.8, 0.8, 0.8)
-        stored("sustained_gspo_s0_of_64", seed, 0.4, 0.9, 0.9, 0.9, 0.9)
+        stored("sustained_gspo_s64_long", seed, 0.4, 0.9, 0.8, 0.8, 0.8)
+        stored("sustained_gspo_s0_long", seed, 0.4, 0.9, 0.9, 0.9, 0.9)
     write_sustained(tmp_path, tmp_path)
-    page = (tmp_path / "sustained_64.md").read_text()
+    page = (tmp_path / "sustained_long.md").read_text()
     assert page.startswith("# Data that stay 64 steps old")
     assert "320, 328, 336 each task" in page
     assert "The age costs 20.0 ± 0.0 % of the gain on fresh data: more than 15 %." in page
