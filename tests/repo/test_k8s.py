@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from services.api.routes.telemetry import SHOWN
+from services.launch import snapshot
 from tests.apparatus.k8s.lowered import SERVED, lowered
 from tests.repo.manifest_policy import PRIVATE, containers, problems, workloads
 
@@ -363,7 +365,7 @@ def test_the_alarms_of_a_cluster_are_those_of_one_host() -> None:
 
 
 COMPONENTS = (
-    *("external-redis", "weight-group", "backup", "model-loader", "ingress", "engines-autoscaled"),
+    *("external-redis", "weight-group", "backup", "backup-continuous", "model-loader", "ingress", "engines-autoscaled"),
     "remote-worlds",
 )
 """Those that no overlay uses."""
@@ -538,14 +540,29 @@ def test_the_dashboard_of_a_cluster_is_that_of_one_host_and_asks_the_same_source
     assert {re.sub("_(total|bucket)$", "", name) for name in asked} <= metrics() | SHOWN_METRICS
 
 
+def test_what_is_saved_again_and_again_has_a_place_of_its_own_and_one_that_saves() -> None:
+    """It removes old snapshots, and nights of `backup` are none of its own; two at once would take turns."""
+    objects = with_component("backup-continuous")
+    saving, bringing = of(objects, "Deployment", "backup-continuous")["spec"], first(objects, "restore-continuous")
+    assert (saving["replicas"], saving["strategy"]) == (1, {"type": "Recreate"})
+    snapshot.add_options(parser := argparse.ArgumentParser())
+    given = parser.parse_args(first(objects, "backup-continuous")["args"])
+    assert (given.action, given.follow, given.bucket) == ("save", True, bringing["args"][1])
+    assert parser.parse_args(bringing["args"]).action == "restore"
+    names = {one["metadata"]["name"] for one in objects} & {one["metadata"]["name"] for one in with_component("backup")}
+    assert not [name for name in names if name.endswith("backup")]
+    mounts = {one["name"]: one.get("readOnly") for one in first(objects, "backup-continuous")["volumeMounts"]}
+    assert mounts == {"tmp": None, "data": True, "backup": None}
+
+
 def test_images_hold_what_their_jobs_run() -> None:
     """The bucket's package is an extra, and no test of a job in a cluster's manifests would miss it."""
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     (light,) = re.findall(r"pip install .*-r light.txt.*", dockerfile)
     assert "-r bucket.txt" in light
-    for component in ("backup", "model-loader"):
+    for component in ("backup", "backup-continuous", "model-loader"):
         for name, owner, template in workloads(with_component(component)):
-            if owner["kind"] in ("Job", "CronJob"):
+            if owner["kind"] in ("Job", "CronJob") or name == component:
                 assert {one["image"] for one in containers(template)} == {"gspo-api:0.2.0"}, name
 
 
