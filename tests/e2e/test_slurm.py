@@ -289,6 +289,7 @@ OF_NO_NODE = {
     ("constraint", "nobody"): "Invalid feature specification",
     ("gpu-type", "b200"): "Requested node configuration is not available",
     ("reservation", "theirs"): "Requested reservation is invalid",
+    ("partition", "nobody"): "Invalid partition name",
 }
 
 
@@ -302,8 +303,8 @@ def test_each_process_has_the_devices_cores_and_memory_of_the_plan(tmp_path: Pat
     engine = f"{sys.executable} -m services.engine --model {{model}} --host {{host}} --port {{port}}"
     division = ("--gpus", "trainer:0/0-1", "engines:2/0-3", "engines:3/4-7", "--engines", "4")
     more = ("--nodes", "4", "--gpus-per-node", "8", *division, "--cpus", "engine=3", "--memory", "engine=5000M")
-    asked = {"constraint": "nvlink", "gpu-type": "h100", "reservation": "ours", "account": "team"}
-    options = ("--model", str(model_dir), "--engine", engine, *more)
+    asked = {"constraint": "nvlink", "gpu-type": "h100", "reservation": "ours", "partition": "high"}
+    options = ("--model", str(model_dir), "--engine", engine, "--account", "team", *more)
     # name: node, GPUs, cores, megabytes
     plan = {f"engine-{index}": ("n4" if index < 2 else "n5", 2, 6, 10_000) for index in range(4)}
     plan |= {f"rollout-{index}": (f"n{2 + index}", 0, 1, 2048) for index in range(4)}
@@ -320,7 +321,7 @@ def test_each_process_has_the_devices_cores_and_memory_of_the_plan(tmp_path: Pat
         assert steps_of(run) == plan
         (job,) = case.slurm.described("job", run.id)
         assert (job["Features"], job["TresPerNode"]) == ("nvlink", "gres:gpu:h100:8")
-        assert (job["Reservation"], job["Account"]) == ("ours", "team")
+        assert (job["Reservation"], job["Partition"], job["Account"]) == ("ours", "high", "team")
         given = {one: visible(one, tmp_path) for one in plan if one.startswith(("engine", "trainer"))}
         assert {len(devices) for devices in given.values()} == {2}
         for node in ("n4", "n5"):
