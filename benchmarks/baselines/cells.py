@@ -26,7 +26,7 @@ SEEDS = (0, 1, 2)
 STALENESS = (0, 4, 16)
 SUBJECT_STALENESS = 16
 """Where the ablations and the controls are made."""
-OPTIMIZER = {"lr": 2e-4, "betas": [0.9, 0.99], "schedule": "linear"}
+OPTIMIZER: Mapping[str, Any] = {"lr": 2e-4, "betas": [0.9, 0.99], "schedule": "linear"}
 """The demo's with twice its rate, so that weights of some steps ago differ."""
 
 LONG_MEMORY = {"betas": [0.9, 0.999]}
@@ -61,10 +61,38 @@ STEP_S, EVALUATED_S = 0.55, 0.006
 """Seconds of a free core for a step, and for an episode of an evaluation, as 36 runs took them."""
 HELD_OUT = 200
 """All held-out tasks that the calculator has."""
-JUDGED_AT = (84, 90, 96)
-"""The last three evaluations of a sustained run, whose mean is its end."""
 JUDGED_TIMES = 5
 """200 tasks so often are a thousand episodes."""
+
+
+@dataclass(frozen=True)
+class SustainedRun:
+    """How long data of one age are trained, and with what."""
+
+    age: int
+    times: int
+    """So many times the steps of the grid."""
+    eval_every: int
+    judged_at: tuple[int, ...]
+    """The last three evaluations, whose mean is the end of a run."""
+    others: tuple[str, ...]
+    """Kinds of cells beside the default, at this age."""
+    suffix: str = ""
+    """Of the names of its cells and of its page."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from that of the other runs."""
+
+    def cell(self, kind: str, staleness: int) -> str:
+        """Its name."""
+        return f"sustained_{kind}_s{staleness}{self.suffix}"
+
+
+SUSTAINED_RUNS = (
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "wide", "prefix", "faded", "signal", "both")),
+    SustainedRun(64, 14, 24, (320, 328, 336), ("grpo", "faded", "both"), "_long"),
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "faded", "signal", "both"), "_fast", {"lr": 2 * OPTIMIZER["lr"]}),
+)
+"""The last one is harder, so that runs fall often enough to tell what keeps them from it."""
 _MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
@@ -235,6 +263,12 @@ def _bounded() -> list[Cell]:
             {"loss": "clip", "ratio": "sequence", "band": {"z": 3.0}},
             usual,
         ),
+        (
+            "faded",
+            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
+            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
+            usual,
+        ),
     )
     at = SUBJECT_STALENESS
     return [
@@ -248,46 +282,44 @@ def _young() -> list[Cell]:
     return [Cell("young_growth_1_s4", "young", "GSPO, max_grad_growth: 1", GSPO, 4, optimizer={"max_grad_growth": 1.0})]
 
 
-def _sustained() -> list[Cell]:
-    """Sixteen steps of age that last: after the first sixteen steps all of the data are so old, to the end."""
+def _sustained(run: SustainedRun) -> list[Cell]:
+    """An age that lasts: after the first so many steps all of the data are so old, to the end."""
     usual = {"max_grad_growth": 1.0}
-    at = SUBJECT_STALENESS
-    kinds: tuple[tuple[str, str, Mapping[str, Any], int, Mapping[str, Any]], ...] = (
-        ("gspo", "GSPO, max_grad_growth: 1", GSPO, at, usual),
-        ("gspo", "GSPO, max_grad_growth: 1", GSPO, 0, usual),
-        ("grpo", "GRPO, max_grad_growth: 1", GRPO, at, usual),
-        ("wide", "GSPO, max_grad_growth: 1, correction_max: 5", {**GSPO, "correction_max": 5.0}, at, usual),
-        (
-            "prefix",
-            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2, prefix_memory: 1e9",
-            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2, "prefix_memory": 1e9},
-            at,
+    scaled = {**usual, "signal_scaling": True}
+    wide = {**GSPO, "correction_max": 5.0}
+    told, short, endless = "correction_max: 5", "prefix_threshold: 0.2", "prefix_memory: 1e9"
+    kinds: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+        "gspo": ("GSPO, max_grad_growth: 1", GSPO, usual),
+        "grpo": ("GRPO, max_grad_growth: 1", GRPO, usual),
+        "wide": (f"GSPO, max_grad_growth: 1, {told}", wide, usual),
+        "prefix": (
+            f"GSPO, max_grad_growth: 1, {told}, {short}, {endless}",
+            {**wide, "prefix_threshold": 0.2, "prefix_memory": 1e9},
             usual,
         ),
-        (
-            "faded",
-            "GSPO, max_grad_growth: 1, correction_max: 5, prefix_threshold: 0.2",
-            {**GSPO, "correction_max": 5.0, "prefix_threshold": 0.2},
-            at,
-            usual,
+        "faded": (f"GSPO, max_grad_growth: 1, {told}, {short}", {**wide, "prefix_threshold": 0.2}, usual),
+        "signal": ("GSPO, max_grad_growth: 1, signal_scaling", GSPO, scaled),
+        "both": (
+            f"GSPO, max_grad_growth: 1, {told}, {short}, signal_scaling",
+            {**wide, "prefix_threshold": 0.2},
+            scaled,
         ),
-        ("signal", "GSPO, max_grad_growth: 1, signal_scaling", GSPO, at, {**usual, "signal_scaling": True}),
-    )
+    }
     return [
         Cell(
-            f"sustained_{name}_s{staleness}",
+            run.cell(kind, staleness),
             "sustained",
-            label,
-            objective,
+            kinds[kind][0],
+            kinds[kind][1],
             staleness,
-            optimizer=optimizer,
-            times=4,
+            optimizer={**kinds[kind][2], **run.optimizer},
+            times=run.times,
             schedule="sustained",
             eval_tasks=HELD_OUT,
-            eval_every=12,
-            judged_at=JUDGED_AT,
+            eval_every=run.eval_every,
+            judged_at=run.judged_at,
         )
-        for name, label, objective, staleness, optimizer in kinds
+        for kind, staleness in [("gspo", run.age), ("gspo", 0), *((kind, run.age) for kind in run.others)]
     ]
 
 
@@ -312,7 +344,7 @@ CONFIRMING = tuple(random.Random("signal").sample(range(1000, 100_000), 50))
 """Drawn after `signal_scaling` was chosen, to see whether a run with it collapses."""
 UNSEEN = tuple(random.Random("unseen").sample(range(1000, 100_000), 30))
 """Drawn after all of the others had run: for cells that had never run, and for sustained ages."""
-SUSTAINED: tuple[Cell, ...] = tuple(_sustained())
+SUSTAINED: tuple[Cell, ...] = tuple(one for run in SUSTAINED_RUNS for one in _sustained(run))
 """What an age costs that lasts; reported by ``sustained``."""
 RUNNABLE = (*CELLS, *BOUNDED, *SUSTAINED)
 

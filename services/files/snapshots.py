@@ -9,9 +9,11 @@ is checked by its digest, and a job appears (``job.json``) when all else of it i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,11 +33,14 @@ from services.files.durable import flush_directory, make_directory, temporary_na
 from services.files.job_records import DamagedRecord, JobRecords
 
 SCHEMA = 1
+STAMP = "%Y%m%dT%H%M%S.%fZ"
 OBJECTS, SNAPSHOTS = "objects", "snapshots"
 AT_ONCE = 8
 MAX_OPEN = 2 * AT_ONCE
 # An object that no snapshot names may belong to one that is being made.
 GRACE = timedelta(days=1)
+# Two writes so close to each other may leave a file with one time; file systems differ.
+TICK_NS = 2_000_000_000
 
 
 class SnapshotDamaged(Exception):
@@ -44,6 +49,10 @@ class SnapshotDamaged(Exception):
 
 class RestoreConflict(Exception):
     """Something else is where a restored file belongs."""
+
+
+class GivenUp(Exception):
+    """Whoever made the snapshot does not want it any more."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,10 @@ class Snapshot:
     """By path below the data directory."""
     models: Mapping[str, Files]
     """By absolute directory: models that jobs start from and that lie elsewhere."""
+    begun_ns: int | None = None
+    """When its first file was looked at; None in snapshots of releases that did not say it."""
+    follower: str | None = None
+    """Which of those that save again and again made it; None of a single one."""
 
     @property
     def jobs(self) -> list[str]:
@@ -104,18 +117,52 @@ class Tally:
 
 def save(data_dir: Path, bucket: Bucket, tally: Tally) -> Snapshot:
     """Raises BucketRefused. ``tally`` counts what was not in the bucket yet."""
-    before = newest(bucket)
-    sending = _Sending(bucket, before.digests() if before else set(), tally)
-    files = sending.all_of(data_dir, before.files if before else {}, NOT_SAVED)
+    snapshot = send(data_dir, bucket, newest(bucket), tally)
+    name_it(bucket, snapshot)
+    return snapshot
+
+
+def send(
+    data_dir: Path,
+    bucket: Bucket,
+    before: Snapshot | None,
+    tally: Tally,
+    *,
+    also_there: Collection[str] = (),
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> Snapshot:
+    """A snapshot whose objects are in the bucket, and which is not there itself before ``name_it``.
+
+    ``also_there``: digests of objects that ``before`` does not name. Raises BucketRefused, GivenUp.
+    """
+    begun_ns = time.time_ns()
+    earlier: tuple[Files, Mapping[str, Files]] = (before.files, before.models) if before else ({}, {})
+    known = (before.digests() if before else set()) | set(also_there)
+    settled_ns = before.begun_ns - TICK_NS if before and before.begun_ns is not None else None
+    sending = _Sending(bucket, known, tally, settled_ns, is_given_up)
+    files = sending.all_of(data_dir, earlier[0], NOT_SAVED)
     models = {
-        directory: sending.all_of(Path(directory), before.models.get(directory, {}) if before else {})
+        directory: sending.all_of(Path(directory), earlier[1].get(directory, {}))
         for directory in _models_elsewhere(data_dir)
     }
     made_at = datetime.now(UTC)
-    name = f"{made_at:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}"
-    snapshot = Snapshot(name, made_at.isoformat(timespec="seconds"), __version__, files, models)
-    bucket.put(f"{SNAPSHOTS}/{name}.json", _encode(snapshot))
-    return snapshot
+    name = f"{_stamp(made_at, before)}-{uuid.uuid4().hex[:8]}"
+    return Snapshot(name, made_at.isoformat(timespec="seconds"), __version__, files, models, begun_ns)
+
+
+def _stamp(made_at: datetime, before: Snapshot | None) -> str:
+    """Behind that of ``before``, whose maker's clock may have been ahead of ours: names are in order."""
+    stamp = made_at.strftime(STAMP)
+    if before is not None and before.name > stamp:
+        with contextlib.suppress(ValueError):
+            last = datetime.strptime(before.name.rpartition("-")[0], STAMP).replace(tzinfo=UTC)
+            return (last + timedelta(microseconds=1)).strftime(STAMP)
+    return stamp
+
+
+def name_it(bucket: Bucket, snapshot: Snapshot) -> None:
+    """From now on it is there. Raises BucketRefused."""
+    bucket.put(f"{SNAPSHOTS}/{snapshot.name}.json", _encode(snapshot))
 
 
 def _models_elsewhere(data_dir: Path) -> list[str]:
@@ -136,6 +183,9 @@ class _Sending:
     bucket: Bucket
     known: set[str]
     tally: Tally
+    settled_ns: int | None
+    """A file that was written later may have changed since with the same size and time."""
+    is_given_up: Callable[[], bool]
 
     def all_of(self, directory: Path, before: Files, without: Collection[str] = ()) -> dict[str, Saved]:
         """Files are opened in order, so that none that a later one needs can vanish unseen; some are sent at once."""
@@ -143,23 +193,32 @@ class _Sending:
         waiting: deque[tuple[str, Future[Saved]]] = deque()
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for path in plain_files(directory, without):
+                if self.is_given_up():
+                    raise GivenUp
                 name = path.relative_to(directory).as_posix()
                 try:
+                    if (same := self._unchanged(path, before.get(name))) is not None:
+                        saved[name] = same
+                        continue
                     file = path.open("rb")
                 except FileNotFoundError:
                     continue
-                waiting.append((name, pool.submit(self._send, file, before.get(name))))
+                waiting.append((name, pool.submit(self._send, file)))
                 if len(waiting) == MAX_OPEN:
                     done, result = waiting.popleft()
                     saved[done] = result.result()
             saved.update((name, result.result()) for name, result in waiting)
         return saved
 
-    def _send(self, file: IO[bytes], before: Saved | None) -> Saved:
+    def _unchanged(self, path: Path, before: Saved | None) -> Saved | None:
+        if before is None or (self.settled_ns is not None and before.mtime_ns > self.settled_ns):
+            return None
+        about = path.stat()
+        return before if (before.size, before.mtime_ns) == (about.st_size, about.st_mtime_ns) else None
+
+    def _send(self, file: IO[bytes]) -> Saved:
         with file:
             about = os.fstat(file.fileno())
-            if before is not None and (before.size, before.mtime_ns) == (about.st_size, about.st_mtime_ns):
-                return before
             digest = hashlib.sha256()
             for piece in _pieces(file, about.st_size):
                 digest.update(piece)
@@ -203,7 +262,10 @@ def read(bucket: Bucket, name: str) -> Snapshot:
         if given["schema"] > SCHEMA or given["layout"] > LAYOUT:
             raise LaterLayout(f"release {given['release']} made the snapshot {name}: restore it with that release")
         models = {directory: _files_from(files) for directory, files in given["models"].items()}
-        return Snapshot(name, given["made_at"], given["release"], _files_from(given["files"]), models)
+        files = _files_from(given["files"])
+        return Snapshot(
+            name, given["made_at"], given["release"], files, models, given.get("begun_ns"), given.get("follower")
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
 
@@ -226,6 +288,8 @@ def _encode(snapshot: Snapshot) -> bytes:
         "layout": LAYOUT,
         "release": snapshot.release,
         "made_at": snapshot.made_at,
+        "begun_ns": snapshot.begun_ns,
+        "follower": snapshot.follower,
         "files": plain(snapshot.files),
         "models": {directory: plain(files) for directory, files in snapshot.models.items()},
     }
@@ -317,6 +381,12 @@ def _digest_of(path: Path) -> str:
 
 
 # Prune
+
+
+def unnamed(bucket: Bucket, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> set[str]:
+    """Digests of objects that a snapshot may rely on although none names them: no pruning removes them for long."""
+    young = (entry for entry in bucket.entries(OBJECTS) if now() - entry.written_at < GRACE / 2)
+    return {PurePosixPath(entry.name).name for entry in young}
 
 
 def prune(bucket: Bucket, keep: int, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Tally:

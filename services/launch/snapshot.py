@@ -6,6 +6,8 @@ Manifests start it as ``python -m services.launch.snapshot``.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -14,6 +16,15 @@ from gspo_core.cli.command import CommandError
 from services.files import snapshots
 from services.files.backup import JobsAreThere, LaterLayout
 from services.files.bucket import Bucket, BucketRefused
+from services.files.continuous_snapshots import ContinuousSnapshots, OtherFollower, OtherInstallation, Round
+from services.process.health import Health
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import SettingsError, load_settings
+from services.process.telemetry import configure_logging
+
+EVERY_S = 60.0
+# A round that is under way when it is told to stop; a second signal gives it up.
+GRACE_S = 3600.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.add_argument("bucket", help="s3://BUCKET/PATH, gs://..., az://... or file:///FOLDER")
     for action in (save, restore):
         action.add_argument("--data-dir", help="the data directory (default: $GSPO_DATA_DIR or .gspo)")
+    save.add_argument("--follow", action="store_true", help="go on saving what is new, until told to stop")
+    save.add_argument(
+        "--every", type=float, metavar="SECONDS", help=f"with --follow: wait between rounds (default: {EVERY_S:.0f})"
+    )
+    save.add_argument(
+        "--keep", type=int, help="with --follow: once an hour, remove all but so many snapshots (default: keep all)"
+    )
     restore.add_argument("--snapshot", help="its name (default: the newest)")
     restore.add_argument("--job", action="append", help="only this job; may be given several times")
     restore.add_argument(
@@ -44,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         LaterLayout,
         snapshots.RestoreConflict,
         snapshots.SnapshotDamaged,
+        snapshots.GivenUp,
+        OtherFollower,
+        OtherInstallation,
+        SettingsError,
         OSError,
     ) as error:
         raise CommandError(str(error)) from error
@@ -53,11 +75,53 @@ def _save(bucket: Bucket, arguments: argparse.Namespace) -> int:
     data_dir = _data_dir(arguments)
     if not data_dir.is_dir():
         raise CommandError(f"{data_dir} is no data directory")
+    if arguments.follow:
+        return _follow(ContinuousSnapshots(data_dir, bucket, arguments.keep), arguments)
+    if arguments.every is not None or arguments.keep is not None:
+        raise CommandError("--every and --keep belong to --follow")
     tally = snapshots.Tally()
-    made = snapshots.save(data_dir, bucket, tally)
-    print(f"{made.name}: {len(made.jobs)} job(s), {_size(made.size_bytes)}; new: {tally.num_files} files, ", end="")
-    print(_size(tally.num_bytes))
+    print(_said(snapshots.save(data_dir, bucket, tally), tally))
     return 0
+
+
+def _follow(saving: ContinuousSnapshots, arguments: argparse.Namespace) -> int:
+    every_s = EVERY_S if arguments.every is None else arguments.every
+    if every_s < 0 or (arguments.keep is not None and arguments.keep < 1):
+        raise CommandError("--every: at least 0; --keep: at least 1")
+    settings = load_settings()
+    configure_logging("snapshot", level=settings.log_level, log_format=settings.log_format)
+    return run_until_signalled(lambda stop: _rounds(saving, every_s, stop, settings.health_file), grace_s=GRACE_S)
+
+
+async def _rounds(saving: ContinuousSnapshots, every_s: float, stop: asyncio.Event, health_file: Path | None) -> None:
+    """The first one has to succeed; afterwards a store that is away is waited for."""
+    has_saved = False
+    async with Health(health_file, stop) as health:
+        while not stop.is_set():
+            try:
+                if (done := await asyncio.to_thread(saving.round)) is not None:
+                    print(_said_of(done), flush=True)
+                has_saved = health.is_ready = True
+            except asyncio.CancelledError:
+                saving.give_up()
+                raise
+            except (BucketRefused, OSError) as error:
+                if not has_saved:
+                    raise
+                health.is_ready = False
+                print(f"{error}; again in {every_s:g} s", file=sys.stderr, flush=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await stop.wait()
+
+
+def _said_of(done: Round) -> str:
+    return f"{_said(done.snapshot, done.tally)}; {done.took_s:.1f} s"
+
+
+def _said(made: snapshots.Snapshot, tally: snapshots.Tally) -> str:
+    new = f"new: {tally.num_files} files, {_size(tally.num_bytes)}"
+    return f"{made.name}: {len(made.jobs)} job(s), {_size(made.size_bytes)}; {new}"
 
 
 def _list(bucket: Bucket, arguments: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ from services.launch.engine_command import EngineCommand
 from services.launch.stack import Stack, StackConfig
 from services.process.ports import free_port
 from tests.e2e.test_learning import changed
+from tests.services.files.test_continuous_snapshots import installation as a_small_installation
+from tests.services.files.test_continuous_snapshots import killed_again_and_again
 
 pytestmark = pytest.mark.third_party
 
@@ -91,6 +93,11 @@ def test_a_data_directory_goes_through_s3(s3: str, tmp_path: Path, capsys: pytes
     assert contents(there) == contents(here)
     assert main(["snapshot", "prune", s3, "--keep", "1"]) == 0
     assert len(snapshots.names(Bucket.at(s3))) == 1
+
+
+def test_who_saves_again_and_again_to_s3_may_be_killed_at_any_moment(s3: str, tmp_path: Path) -> None:
+    here = a_small_installation(tmp_path / "here")
+    killed_again_and_again(here, tmp_path / "there", f"{s3}/now", pace_s=0.1, lives=8)
 
 
 @pytest.mark.usefixtures("s3")

@@ -70,7 +70,7 @@ def problems(objects: Sequence[Object], metrics: set[str]) -> list[str]:
     """``metrics``: the names that the code exports."""
     rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
         _identity, _pods, _images, _selectors, _references, _resources,
-        _probes, _runs, _disruption, _networks, _walls, _ways_out, _doors, _redis, _gangs,
+        _probes, _runs, _disruption, _networks, _walls, _ways_out, _doors, _redis, _gangs, _engines,
     ]  # fmt: skip
     found = [problem for rule in rules for problem in rule(objects)]
     for one in objects:
@@ -480,6 +480,32 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
         restarts = spec.get("leaderWorkerTemplate", {}).get("restartPolicy")
         if one["kind"] == "LeaderWorkerSet" and restarts != "RecreateGroupOnPodRestart":
             yield f"{name}: a group with one restarted member hangs"
+
+
+def _engines(objects: Sequence[Object]) -> Iterator[str]:
+    """Each is listed in the settings or by the announcer, under the name that its kind gives it."""
+    settings = [one["data"] for one in objects if one["kind"] == "ConfigMap" and "GSPO_ENGINE_URLS" in one["data"]]
+    named = [url for data in settings for url in data["GSPO_ENGINE_URLS"].split(",") if url]
+    announced = [
+        url for name, _, pod in workloads(objects) if name == "announcer" for url in containers(pod)[0]["args"]
+    ]
+    if named and announced:
+        yield "engines are named in the settings and announced: one that goes stays on the list"
+    for name, owner, template in workloads(objects):
+        if owner["kind"] not in ("StatefulSet", "LeaderWorkerSet") or name != "engine":
+            continue
+        scaled = [one["spec"] for one in objects if one["kind"] == "ScaledObject" and _scales(one, owner)]
+        most = max([owner["spec"].get("replicas", 1), *(one["maxReplicaCount"] for one in scaled)])
+        port = containers(template)[0]["ports"][0]["containerPort"]
+        needed = {f"http://engine-{number}.engine:{port}" for number in range(most)}
+        yield from (f"{url} is an engine that nobody lists" for url in sorted(needed - {*named, *announced}))
+        if scaled and not announced:
+            yield "engines are scaled and nobody announces them"
+
+
+def _scales(scaler: Object, owner: Object) -> bool:
+    reference = scaler["spec"]["scaleTargetRef"]
+    return (reference.get("kind"), reference["name"]) == (owner["kind"], owner["metadata"]["name"])
 
 
 def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[str]:

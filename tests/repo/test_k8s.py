@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from services.api.routes.telemetry import SHOWN
+from services.launch import snapshot
 from tests.apparatus.k8s.lowered import SERVED, lowered
 from tests.repo.manifest_policy import PRIVATE, containers, problems, workloads
 
@@ -363,18 +365,25 @@ def test_the_alarms_of_a_cluster_are_those_of_one_host() -> None:
 
 
 COMPONENTS = (
-    *("external-redis", "weight-group", "backup", "model-loader", "ingress", "engines-scaled", "engines-autoscaled"),
+    *("external-redis", "weight-group", "backup", "backup-continuous", "model-loader", "ingress", "engines-autoscaled"),
     "remote-worlds",
 )
 """Those that no overlay uses."""
+SCALED = {"engines-scaled": "StatefulSet", "prod": "StatefulSet", "multi-node": "LeaderWorkerSet"}
+"""Where engines are announced: as what kind they run."""
+BESIDE = {"engines-autoscaled": ("engines-scaled",)}
+"""What a component needs before it."""
 
 
 @cache
-def with_component(component: str) -> list[dict[str, Any]]:
+def with_component(component: str, overlay: str = "two-gpus") -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         above = os.path.relpath(ROOT / "k8s", folder)
+        has = (ROOT / "k8s" / "overlays" / overlay / "kustomization.yaml").read_text()
+        before = [one for one in BESIDE.get(component, ()) if f"components/{one}" not in has]
+        components = [f"{above}/components/{one}" for one in (*before, component)]
         (Path(folder) / "kustomization.yaml").write_text(
-            f"resources: [{above}/overlays/two-gpus]\ncomponents: [{above}/components/{component}]\nnamespace: gspo\n"
+            f"resources: [{above}/overlays/{overlay}]\ncomponents: {json.dumps(components)}\nnamespace: gspo\n"
         )
         return rendered(Path(folder))
 
@@ -459,12 +468,60 @@ def test_a_single_gpu_is_shared_by_what_needs_one() -> None:
     assert "--mem-fraction-static=0.4" in first(objects, "engine")["args"]
 
 
-def test_engines_that_are_scaled_stand_in_no_setting() -> None:
-    objects = with_component("engines-scaled")
-    (settings,) = [one for one in objects if one["kind"] == "ConfigMap"]
-    assert settings["data"]["GSPO_ENGINE_URLS"] == ""
-    port = of(objects, "Service", "engine")["spec"]["ports"][0]["port"]
-    assert first(objects, "announcer")["args"] == [f"http://engine-{number}.engine:{port}" for number in range(16)]
+@pytest.mark.parametrize(("source", "kind"), SCALED.items())
+def test_engines_that_are_scaled_stand_in_no_setting(source: str, kind: str) -> None:
+    """So `kubectl scale` is all that a new one needs, and what reads the settings is not rolled."""
+    objects = render(source) if source in OVERLAYS else with_component(source)
+    (urls,) = {
+        one["data"]["GSPO_ENGINE_URLS"]
+        for one in objects
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("gspo-settings")
+    }
+    assert urls == ""
+    (port,) = first(objects, "engine")["ports"]
+    names = [f"http://engine-{number}.engine:{port['containerPort']}" for number in range(16)]
+    assert first(objects, "announcer")["args"] == names
+    assert of(objects, kind, "engine")["spec"]["replicas"] <= 16
+    admits = of(objects, "NetworkPolicy", "engine-from-announcer")["spec"]["podSelector"]["matchLabels"]
+    (labels,) = [pod["metadata"]["labels"] for name, _, pod in workloads(objects) if name == "engine"]
+    assert admits.items() <= labels.items()
+
+
+@pytest.mark.parametrize("overlay", ["two-gpus", "prod"])
+def test_engines_may_be_scaled_by_need_whether_or_not_an_overlay_announces_them(overlay: str) -> None:
+    objects = with_component("engines-autoscaled", overlay)
+    assert problems(objects, metrics()) == []
+    assert "replicas" not in of(objects, "StatefulSet", "engine")["spec"]
+
+
+def _seventeen(objects: list[Any]) -> None:
+    of(objects, "StatefulSet", "engine")["spec"]["replicas"] = 17
+
+
+def _listed_twice(objects: list[Any]) -> None:
+    (settings,) = [one for one in objects if one["metadata"]["name"].startswith("gspo-settings")]
+    settings["data"]["GSPO_ENGINE_URLS"] = "http://engine-0.engine:30000"
+
+
+def _unannounced(objects: list[Any]) -> None:
+    objects.remove(of(objects, "Deployment", "announcer"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_seventeen, "engine-16.engine:30000 is an engine"),
+        (_listed_twice, "stays on the list"),
+        (_unannounced, "nobody lists"),
+    ],
+)
+def test_the_policy_bites_on_engines_that_nobody_lists(change: Callable[[list[Any]], object], problem: str) -> None:
+    objects = copy.deepcopy(render("prod"))
+    change(objects)
+    assert any(problem in one for one in problems(objects, metrics()))
+
+
+def test_the_most_engines_by_need_are_those_that_are_announced() -> None:
     scaler = of(with_component("engines-autoscaled"), "ScaledObject", "engine")["spec"]
     assert scaler["maxReplicaCount"] == 16
     (trigger,) = scaler["triggers"]
@@ -483,14 +540,29 @@ def test_the_dashboard_of_a_cluster_is_that_of_one_host_and_asks_the_same_source
     assert {re.sub("_(total|bucket)$", "", name) for name in asked} <= metrics() | SHOWN_METRICS
 
 
+def test_what_is_saved_again_and_again_has_a_place_of_its_own_and_one_that_saves() -> None:
+    """It removes old snapshots, and nights of `backup` are none of its own; two at once would take turns."""
+    objects = with_component("backup-continuous")
+    saving, bringing = of(objects, "Deployment", "backup-continuous")["spec"], first(objects, "restore-continuous")
+    assert (saving["replicas"], saving["strategy"]) == (1, {"type": "Recreate"})
+    snapshot.add_options(parser := argparse.ArgumentParser())
+    given = parser.parse_args(first(objects, "backup-continuous")["args"])
+    assert (given.action, given.follow, given.bucket) == ("save", True, bringing["args"][1])
+    assert parser.parse_args(bringing["args"]).action == "restore"
+    names = {one["metadata"]["name"] for one in objects} & {one["metadata"]["name"] for one in with_component("backup")}
+    assert not [name for name in names if name.endswith("backup")]
+    mounts = {one["name"]: one.get("readOnly") for one in first(objects, "backup-continuous")["volumeMounts"]}
+    assert mounts == {"tmp": None, "data": True, "backup": None}
+
+
 def test_images_hold_what_their_jobs_run() -> None:
     """The bucket's package is an extra, and no test of a job in a cluster's manifests would miss it."""
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     (light,) = re.findall(r"pip install .*-r light.txt.*", dockerfile)
     assert "-r bucket.txt" in light
-    for component in ("backup", "model-loader"):
+    for component in ("backup", "backup-continuous", "model-loader"):
         for name, owner, template in workloads(with_component(component)):
-            if owner["kind"] in ("Job", "CronJob"):
+            if owner["kind"] in ("Job", "CronJob") or name == component:
                 assert {one["image"] for one in containers(template)} == {"gspo-api:0.2.0"}, name
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import partial
 
 from pydantic import ValidationError
 
@@ -51,9 +50,10 @@ async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller, rewa
     """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
     await _seen(context, at, caller)
     theirs, without = context.history.job_dir(at.job), Without.parse(at.without)
-    planning = partial(plan, same_batches=at.same_batches, rewards=rewards)
     try:
-        return await asyncio.to_thread(planning, theirs, at.step, at.last, without)
+        return await asyncio.to_thread(
+            plan, theirs, at.step, at.last, without, same_batches=at.same_batches, rewards=rewards
+        )
     except ImpossibleChange as error:
         raise invalid([Problem("validation_failed", ("without",), str(error))]) from error
     except NoSuchEpisode as error:
