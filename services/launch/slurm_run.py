@@ -17,7 +17,7 @@ from services.launch import placement_options, ports_option
 from services.launch.crew_run import Submission, run
 from services.launch.installation import Installation, Ports
 from services.launch.placement import PlacementError, place
-from services.launch.placement_options import chosen_engine, cluster_wanted
+from services.launch.placement_options import Where, chosen_engine, cluster_wanted
 from services.launch.slurm_steps import SlurmSteps, addresses, node_names
 from services.launch.topology import Site
 from services.state.server import RedisUnsuitable, find_binary
@@ -49,6 +49,7 @@ def main() -> int:
     try:
         nodes = node_names()
         data_dir = DataDir(Path(arguments.data_dir))
+        where = Where.IMAGE if arguments.container else Where.HERE
         installation = Installation(
             members=place(cluster_wanted(arguments), Site.BATCH),
             hosts=tuple(addresses(nodes)),
@@ -57,7 +58,7 @@ def main() -> int:
             python=sys.executable,
             redis_server=str(find_binary().path),
             ports=ports_option.read(arguments.ports),
-            engine=chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True),
+            engine=chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True, where=where),
         )
         submission = Submission(Path(arguments.job), arguments.key) if arguments.job else None
         return run(installation, SlurmSteps(nodes, data_dir, _further(arguments)), submission)

@@ -2,6 +2,7 @@
 
 Rule: everything it starts and writes is below one directory, and ends with the context. It needs root and what
 ``make real-slurm`` installs. No cgroups: Slurm accounts for CPUs, memory and GPUs and enforces none of them.
+No accounts: it writes down whatever account is named, and asks no database about it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.process.ports import free_port
@@ -26,24 +28,36 @@ def is_installed() -> bool:
     return os.geteuid() == 0 and all(shutil.which(name) for name in PROGRAMS)
 
 
+@dataclass(frozen=True)
+class Node:
+    """What can be asked for beside cores and memory."""
+
+    gpus: int = 0
+    gpu_type: str = ""
+    feature: str = ""
+
+    @property
+    def gres(self) -> str:
+        return ":".join(("gpu", *filter(None, (self.gpu_type,)), str(self.gpus))) if self.gpus else ""
+
+
 class RealSlurm:
-    def __init__(self, folder: Path, nodes: int, gpus: int) -> None:
+    def __init__(self, folder: Path, nodes: Sequence[Node]) -> None:
         self.folder = folder
-        self.nodes = [f"n{number}" for number in range(nodes)]
+        self.nodes = [f"n{number}" for number in range(len(nodes))]
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._configure(gpus)
+        self._configure(nodes)
 
-    def _configure(self, gpus: int) -> None:
+    def _configure(self, nodes: Sequence[Node]) -> None:
         folder = self.folder
         for name in ("state", "spool", "gpus"):
             (folder / name).mkdir()
-        for number in range(gpus):
+        for number in range(max(node.gpus for node in nodes)):
             # Slurm takes nothing but devices: these are further names of /dev/null.
             os.mknod(folder / "gpus" / f"gpu{number}", 0o600 | stat.S_IFCHR, os.stat("/dev/null").st_rdev)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-        gres = f" Gres=gpu:{gpus}" if gpus else ""
         lines = [
             "ClusterName=gspo",
             f"SlurmctldHost={os.uname().nodename}(127.0.0.1)",
@@ -62,15 +76,20 @@ class RealSlurm:
             *("PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE", "KillWait=20", "UnkillableStepTimeout=120"),
             *("GresTypes=gpu", "MinJobAge=600", "JobRequeue=1"),
         ]
-        for name in self.nodes:
+        for name, node in zip(self.nodes, nodes, strict=True):
             where = f"NodeName={name} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={free_port()}"
-            lines.append(f"{where} CPUs={CPUS} RealMemory={MEMORY_MB}{gres}")
+            more = (f"Gres={node.gres}" if node.gpus else "", f"Features={node.feature}" if node.feature else "")
+            lines.append(" ".join((where, f"CPUs={CPUS} RealMemory={MEMORY_MB}", *filter(None, more))))
         every = ",".join(self.nodes)
         lines.append(f"PartitionName=low Nodes={every} Default=YES MaxTime=INFINITE State=UP PriorityTier=1")
         lines.append(f"PartitionName=high Nodes={every} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF")
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
-        files = f"File={folder}/gpus/gpu[0-{gpus - 1}]" if gpus > 1 else f"File={folder}/gpus/gpu0"
-        (folder / "gres.conf").write_text(f"Name=gpu {files}\n" if gpus else "")
+        devices = "".join(
+            f"NodeName={name} Name=gpu{node.gpu_type and f' Type={node.gpu_type}'} File={folder}/gpus/gpu{number}\n"
+            for name, node in zip(self.nodes, nodes, strict=True)
+            for number in range(node.gpus)
+        )
+        (folder / "gres.conf").write_text(devices)
 
     def start(self) -> None:
         folder = self.folder
@@ -104,11 +123,20 @@ class RealSlurm:
         return done.stdout
 
     def submit(self, script: Path, output: Path, *options: str, settings: Mapping[str, str]) -> str:
-        command = ["sbatch", "--parsable", f"--output={output}", *options, str(script)]
-        environment = {**self.environment, **settings}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = self._sbatch(f"--output={output}", *options, str(script), **settings)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    def refusal(self, script: Path) -> str:
+        """Why this Slurm does not take the script."""
+        done = self._sbatch(str(script))
+        assert done.returncode != 0, done.stdout
+        return done.stderr
+
+    def _sbatch(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        environment = {**self.environment, **settings}
+        command = ["sbatch", "--parsable", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     def state(self, job: str) -> str:
         """Such as RUNNING, PENDING, COMPLETED."""
@@ -135,8 +163,8 @@ class RealSlurm:
 
 
 @contextmanager
-def real_slurm(folder: Path, *, nodes: int = 1, gpus: int = 0) -> Iterator[RealSlurm]:
-    slurm = RealSlurm(folder, nodes, gpus)
+def real_slurm(folder: Path, nodes: Sequence[Node] = (Node(),)) -> Iterator[RealSlurm]:
+    slurm = RealSlurm(folder, nodes)
     try:
         slurm.start()
         yield slurm

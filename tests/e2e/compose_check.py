@@ -1,10 +1,10 @@
 """What a stack of containers must stand: `python -m tests.e2e.compose_check` while `docker compose up` is up.
 
-A job that is submitted to the published port learns while a rollout worker and Redis are killed; the wall around the
-environments is tried from inside; with ``--agents`` a job of agents is trained while a gateway is killed; with
-``--rolling`` every service is restarted in turn under a job, with ``--restore`` one goes on from a backup after its
-data and Redis are gone. It needs `docker` and whatever that needs to find the engine, and, to kill from outside, to be
-root.
+A job that is submitted to the published port learns while a rollout worker and Redis are killed; ``gspo`` of the image
+lists jobs; the wall around the environments is tried from inside; with ``--agents`` a job of agents is trained while a
+gateway is killed; with ``--rolling`` every service is restarted in turn under a job, with ``--restore`` one goes on
+from a backup after its data and Redis are gone. It needs `docker` and whatever that needs to find the engine, and, to
+kill from outside, to be root.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_core import __version__
 from gspo_core.client import Client, ClientError
 from gspo_core.spec_file import load_job_spec
 
@@ -178,6 +179,20 @@ def check_tier() -> None:
     say(f"a wall inside the container of environments: {'yes' if refusal == 'None' else f'no, and told: {refusal}'}")
 
 
+def check_command(key: str) -> None:
+    """``gspo`` in the image: of this version, and it reaches the API."""
+    version = compose("exec", "-T", "api", "gspo", "version")
+    if version != __version__:
+        raise CheckFailed(f"gspo in the image is of version {version!r}, not {__version__}")
+    jobs = compose("exec", "-T", "-e", f"GSPO_API_KEY={key}", "api", "gspo", "jobs")
+    if "no jobs yet" not in jobs and not jobs.startswith("ID "):
+        raise CheckFailed(f"gspo jobs in the image says {jobs!r}")
+    refused = compose("exec", "-T", "api", "gspo", "jobs", check=False)
+    if "missing_key" not in refused:
+        raise CheckFailed(f"gspo jobs in the image without a key says {refused!r}")
+    say(f"gspo in the image is {version}, and lists jobs: {jobs.splitlines()[0]}")
+
+
 def check_hardening() -> None:
     """Every running container of ours: not root, read-only root, no capabilities, no published port of Redis."""
     for container in compose("ps", "--quiet").split():
@@ -289,9 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_tier()
         check_wall()
         key = compose("exec", "-T", "api", "cat", "/secrets/gspo_api_keys")
+        check_command(key)
         with Client(given.url, key) as client:
             learn_under_fire(client, given.seed, given.steps, given.gain)
             check_wall()
+            check_command(key)
             if given.agents:
                 train_agents(client, given.seed + 3)
             if given.rolling:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from services.launch import slurm_run
 from services.launch.crew import TRIES
 from services.process.ports import free_port
 from tests.apparatus.processes import commands_of, environment, pids_of, processes_of
-from tests.apparatus.real_slurm import RealSlurm, is_installed, real_slurm
+from tests.apparatus.real_slurm import Node, RealSlurm, is_installed, real_slurm
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -132,7 +132,6 @@ def test_a_checkout_is_run_by_its_own_python_unless_another_is_named(tmp_path: P
         (("--mem", "4G"), "need 20480 MB"),
         (("--cpus", "engines=3"), "KIND one of"),
         (("--gpus-per-node", "8", "--engines", "2"), "the embedded engine computes on one"),
-        (("--sglang", "--sglang-python", "/nowhere/python"), "/nowhere/python is not there"),
         (("--vllm",), "its own key does not guard them"),
         (("--nodes", "0"), "--nodes 0"),
         (("--gpus-per-node", "-1"), "--gpus-per-node -1"),
@@ -213,10 +212,10 @@ class Case:
 
 
 @contextmanager
-def on_slurm(tmp_path: Path, *, nodes: int = 1, gpus: int = 0) -> Iterator[Case]:
+def on_slurm(tmp_path: Path, nodes: Sequence[Node] = (Node(),)) -> Iterator[Case]:
     folder = tmp_path / "slurm"
     folder.mkdir()
-    with real_slurm(folder, nodes=nodes, gpus=gpus) as slurm:
+    with real_slurm(folder, nodes) as slurm:
         yield Case(slurm, tmp_path)
     assert commands_of(tmp_path) == []
 
@@ -286,31 +285,55 @@ def test_preempted_and_with_an_engine_killed_it_goes_on_with_the_same_job(tmp_pa
         assert_one_whole_job(low.data)
 
 
+OF_NO_NODE = {
+    ("constraint", "nobody"): "Invalid feature specification",
+    ("gpu-type", "b200"): "Requested node configuration is not available",
+    ("reservation", "theirs"): "Requested reservation is invalid",
+    ("partition", "nobody"): "Invalid partition name",
+}
+
+
 @needs_slurm
 @pytest.mark.slow
 def test_each_process_has_the_devices_cores_and_memory_of_the_plan(tmp_path: Path, model_dir: Path) -> None:
-    """Four nodes of eight GPUs, which are other names of /dev/null: Slurm gives them out as it would real ones."""
+    """Four nodes of eight GPUs, which are other names of /dev/null: Slurm gives them out as it would real ones.
+
+    Two nodes before them have what else is asked for only in part, and a reservation holds them all.
+    """
     engine = f"{sys.executable} -m services.engine --model {{model}} --host {{host}} --port {{port}}"
     division = ("--gpus", "trainer:0/0-1", "engines:2/0-3", "engines:3/4-7", "--engines", "4")
     more = ("--nodes", "4", "--gpus-per-node", "8", *division, "--cpus", "engine=3", "--memory", "engine=5000M")
-    path = script(tmp_path, "--model", str(model_dir), "--engine", engine, *more)
+    asked = {"constraint": "nvlink", "gpu-type": "h100", "reservation": "ours", "partition": "high"}
+    options = ("--model", str(model_dir), "--engine", engine, "--account", "team", *more)
     # name: node, GPUs, cores, megabytes
-    plan = {f"engine-{index}": ("n2" if index < 2 else "n3", 2, 6, 10_000) for index in range(4)}
-    plan |= {f"rollout-{index}": (f"n{index}", 0, 1, 2048) for index in range(4)}
-    plan |= {"trainer": ("n0", 2, 2, 2 * 8192), "redis": ("n0", 0, 1, 2048)}
-    plan |= {"api": ("n0", 0, 1, 1024), "gateway": ("n0", 0, 1, 2048)}
-    with on_slurm(tmp_path, nodes=4, gpus=8) as case:
-        run = case.submit(path)
+    plan = {f"engine-{index}": ("n4" if index < 2 else "n5", 2, 6, 10_000) for index in range(4)}
+    plan |= {f"rollout-{index}": (f"n{2 + index}", 0, 1, 2048) for index in range(4)}
+    plan |= {"trainer": ("n2", 2, 2, 2 * 8192), "redis": ("n2", 0, 1, 2048)}
+    plan |= {"api": ("n2", 0, 1, 1024), "gateway": ("n2", 0, 1, 2048)}
+    nodes = (Node(8, "h100", "old"), Node(8, "a100", "nvlink"), *[Node(8, "h100", "nvlink")] * 4)
+    with on_slurm(tmp_path, nodes) as case:
+        window = ("StartTime=now", "Duration=60", "Users=root", "Nodes=ALL")
+        case.slurm.run("scontrol", "create", "reservation", f"ReservationName={asked['reservation']}", *window)
+        for other, told in OF_NO_NODE.items():
+            assert told in case.slurm.refusal(script(tmp_path, *options, *words_of(asked | dict((other,))))), other
+        run = case.submit(script(tmp_path, *options, *words_of(asked)))
         run.until(lambda: "API: " in run.said() and len(steps_of(run)) == len(plan))
         assert steps_of(run) == plan
+        (job,) = case.slurm.described("job", run.id)
+        assert (job["Features"], job["TresPerNode"]) == ("nvlink", "gres:gpu:h100:8")
+        assert (job["Reservation"], job["Partition"], job["Account"]) == ("ours", "high", "team")
         given = {one: visible(one, tmp_path) for one in plan if one.startswith(("engine", "trainer"))}
         assert {len(devices) for devices in given.values()} == {2}
-        for node in ("n2", "n3"):
+        for node in ("n4", "n5"):
             on_node = [device for one, devices in given.items() if plan[one][0] == node for device in devices]
             assert len(on_node) == len(set(on_node)) == 4, "a device is given twice"
         case.slurm.run("scancel", "--batch", "--signal=TERM", run.id)
         run.until_over()
         assert "is killed" not in run.said(), run.told()
+
+
+def words_of(options: Mapping[str, str]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
 def steps_of(run: Run) -> dict[str, tuple[str, int, int, int]]:

@@ -20,7 +20,7 @@ from services.launch import placement_options, slurm_run, topology
 from services.launch.engine_command import find_sglang
 from services.launch.installation import CODE
 from services.launch.placement import Member, PlacementError, described, place
-from services.launch.placement_options import check_engine, chosen_engine, cluster_wanted, megabytes
+from services.launch.placement_options import Where, check_engine, chosen_engine, cluster_wanted, megabytes
 from services.launch.topology import Site
 
 HELP = "write a batch script that runs the stack over an allocation"
@@ -51,9 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check_words(arguments)
     try:
         members = place(cluster_wanted(arguments), Site.BATCH)
-        check_engine(chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True), members)
-        if arguments.sglang is not None:  # found from here, not from where the script runs
-            arguments.sglang_python = find_sglang(arguments.sglang_python)
+        where = Where.IMAGE if arguments.container else Where.PERHAPS_HERE
+        engine = chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True, where=where)
+        check_engine(engine, members)
+        if engine is not None and arguments.sglang is not None:  # found from here, not from where the script runs
+            arguments.sglang_python = engine.words[0]
+            _tell_absent(arguments.sglang_python, where)
         directives = _directives(arguments, members)
     except PlacementError as error:
         raise CommandError(str(error)) from error
@@ -74,6 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if _write(script, arguments.output):
         print(f"{plan}\nsubmit it with: sbatch {arguments.output}", file=sys.stderr)
     return 0
+
+
+def _tell_absent(python: str, where: Where) -> None:
+    """Where the script is written may be a machine that runs none of it."""
+    if where is Where.PERHAPS_HERE and find_sglang(python) is None:
+        print(f"--sglang-python {python} is not here: the script refuses if it lacks it too", file=sys.stderr)
 
 
 def _what_runs(arguments: argparse.Namespace) -> tuple[str, str]:

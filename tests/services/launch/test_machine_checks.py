@@ -11,7 +11,7 @@ import pytest
 
 from gspo_core.cli.finding import Verdict
 from services.hosts.walls.tiers import NoWall, Tier
-from services.launch import checks, gpus, machine_checks
+from services.launch import checks, engine_versions, gpus, machine_checks
 
 VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12\n"
 
@@ -79,7 +79,7 @@ def test_an_sglang_that_cannot_train_is_no_good(
     version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_checks, "find_sglang", lambda: "python")
-    monkeypatch.setattr(machine_checks, "_asked", lambda command: version)
+    monkeypatch.setattr(engine_versions, "asked", lambda command: version)
     found = machine_checks.sglang()
     assert found.verdict is verdict
     assert ("does not say which weights sampled a token: install 0.5.19 or newer" in found.text) is (
