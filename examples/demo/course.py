@@ -33,8 +33,9 @@ class Course:
     tasks: Sequence[Task]
     ask: Callable[[Task], str]
     """The question of a task, as the environment puts it."""
-    demonstrate: Callable[[Task, Mistakes, random.Random], list[Message]]
-    """What follows a question, with mistakes as often as the second argument says."""
+    demonstrate: Callable[[Task, Mistakes, random.Random], tuple[Task, list[Message]]]
+    """A task, which may be a made-up one, and what follows its question, with mistakes as often as the second argument
+    says."""
     practise: Callable[[Task, random.Random, bool], tuple[Task, list[Message], list[Message]]]
     """A skill alone: a task, which may be a made-up one, what has gone wrong since its question, which is read and not
     learned, and what follows. The last argument says whether something may have gone wrong."""

@@ -111,9 +111,9 @@ def _alter(text: str, generator: random.Random) -> str:
     return text[:position] + replacement + text[position + 1 :]
 
 
-def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> tuple[Task, list[Message]]:
     assert isinstance(mistakes, CalculatorMistakes)
-    return demonstrate(task["expression"], mistakes, generator)
+    return task, demonstrate(task["expression"], mistakes, generator)
 
 
 def _practise(task: Task, generator: random.Random, _errs: bool) -> tuple[Task, list[Message], list[Message]]:

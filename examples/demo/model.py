@@ -143,7 +143,7 @@ class School:
             task, seen, said = self._course.practise(task, self._generator, False)
             said = [*seen, *said]
         else:
-            said = self._course.demonstrate(task, self._course.mistakes, self._generator)
+            task, said = self._course.demonstrate(task, self._course.mistakes, self._generator)
         return [*self._prompt(task), *said]
 
     def _practice(self, task: Task, whole: bool) -> TrainSequence:
@@ -151,7 +151,8 @@ class School:
         return self._sequence(task, said, seen, whole=whole)
 
     def _lesson(self, task: Task, mistakes: Mistakes) -> TrainSequence:
-        return self._sequence(task, self._course.demonstrate(task, mistakes, self._generator), whole=True)
+        task, said = self._course.demonstrate(task, mistakes, self._generator)
+        return self._sequence(task, said, whole=True)
 
     def _sequence(
         self, task: Task, said: Sequence[Message], seen: Sequence[Message] = (), *, whole: bool

@@ -1,8 +1,8 @@
 """Demonstrations of `search_qa` for the long demo's model: an oracle that reads from document to document, and errs.
 
-Rule: practice follows links through made-up documents about made-up names, so that a model learns to copy what it reads
-and not to remember the collection. Demonstrations are of training questions, and every mistake is shown: it answers too
-early, misspells a title, guesses, answers in words. Messages only; nothing is tokenized here.
+Rule: all lessons follow links through made-up documents about made-up names, so that a model learns to copy what it
+reads and not to remember the collection. Demonstrations show every mistake: it answers too early, misspells a title,
+guesses, answers in words. Messages only; nothing is tokenized here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SearchMistakes(Mistakes):
     """Answers a made-up name without reading anything."""
     hasty: float = 0.35
     """Answers with what an earlier document names."""
-    misspelt: float = 0.10
+    misspelt: float = 0.04
     """Asks for a title that does not exist, is told so, and tries again."""
     talkative: float = 0.25
     """Answers in words, although the name alone is asked for."""
@@ -85,9 +85,10 @@ def _practise(task: Task, generator: random.Random, errs: bool) -> tuple[Task, l
     return made_up, [*said[: 2 * place], *errors], said[2 * place :]
 
 
-def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> tuple[Task, list[Message]]:
     assert isinstance(mistakes, SearchMistakes)
-    return demonstrate(task["path"], search_qa.collection().documents, task["answer"], mistakes, generator)
+    made_up, documents = _made_up(task, generator)
+    return made_up, demonstrate(made_up["path"], documents, made_up["answer"], mistakes, generator)
 
 
 def _ask(task: Task) -> str:
@@ -134,8 +135,8 @@ COURSE = Course(
     demonstrate=_demonstrate,
     practise=_practise,
     mistakes=SearchMistakes(),
-    num_practice=220,
-    num_whole=60,
+    num_practice=160,
+    num_whole=320,
     num_noisy=40,
     exam_step=150,
     exam_loss=0.30,

@@ -11,13 +11,13 @@ import pytest
 
 from environments.search_qa import SearchQA, collection
 from examples.demo.model import School
-from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, NOT_FOUND, SearchMistakes
+from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, NOT_FOUND, SearchMistakes, demonstrate
 from gspo_core.chat import Message
 from gspo_core.env.tools import error_text
 
 
 def demonstration(task: dict[str, Any], mistakes: SearchMistakes, generator: random.Random) -> list[Message]:
-    return COURSE.demonstrate(task, mistakes, generator)
+    return demonstrate(task["path"], collection().documents, task["answer"], mistakes, generator)
 
 
 def reward(task: dict[str, Any], said: list[Message]) -> float:
@@ -65,7 +65,7 @@ def test_every_mistake_is_shown(mistake: str) -> None:
     assert (errors > 30) == (mistake == "misspelt")
 
 
-def test_practice_is_about_names_that_the_collection_does_not_have() -> None:
+def test_lessons_are_about_names_that_the_collection_does_not_have() -> None:
     generator = random.Random(0)
     known = {word for title in collection().documents for word in title.split()}
     met: set[str] = set()
@@ -78,6 +78,10 @@ def test_practice_is_about_names_that_the_collection_does_not_have() -> None:
         assert str(said[-1]["content"]) == made_up["answer"]
         assert made_up["answer"] in str(said[-2]["content"])
         met |= {word for title in titles for word in title.split() if len(word) > 4}
+        shown, demonstrated = COURSE.demonstrate(task, NO_MISTAKES, generator)
+        assert titles_in(demonstrated) == shown["path"]
+        assert str(demonstrated[-1]["content"]) == shown["answer"]
+        met |= {word for title in shown["path"] for word in title.split() if len(word) > 4}
     assert len(met & known) < 0.2 * len(met)
 
 
