@@ -18,6 +18,11 @@ from services.launch.topology import Process, Share, Site
 TRAINER, ENGINES = "trainer", "engines"
 _ROLES = {"trainer": TRAINER, "trainers": TRAINER, "engine": ENGINES, "engines": ENGINES}
 _GPUS = re.compile(r"([a-z]+):(?:([\d,-]+)/)?([\d,-]+)")
+# More than any cluster has; a digit too many must not fill the memory.
+_MOST_GPUS = 1 << 16
+_MOST_DIGITS = 5
+# In a message.
+_MOST_LISTED = 16
 
 Gpu = tuple[int, int]
 """A node's number and a device's number there."""
@@ -106,7 +111,7 @@ def _engines(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Memb
         places: list[tuple[int, tuple[int, ...]]] = [(index % wanted.nodes, ()) for index in range(number)]
     else:
         places = []
-        for part in _parts(gpus, wanted.engines or len(gpus), "engines"):
+        for part in _parts(_by_node(gpus), wanted.engines or len(gpus), "engines"):
             if len({node for node, _ in part}) > 1:
                 raise PlacementError(
                     f"an engine would have GPUs of several nodes ({_listed(part)}): an engine runs on one; "
@@ -122,7 +127,7 @@ def _engines(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Memb
 def _trainers(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Member]:
     if gpus:
         gangs = [
-            [(node, tuple(device for _, device in own)) for node, own in groupby(part, key=lambda gpu: gpu[0])]
+            [(node, tuple(device for _, device in own)) for node, own in groupby(_by_node(part), key=_node)]
             for part in _parts(gpus, wanted.trainers, "trainers")
         ]
     elif wanted.trainer_nodes > 1:
@@ -146,6 +151,15 @@ def _trainers(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Mem
 
 def _numbered(name: str, index: int, number: int) -> str:
     return f"{name}-{index}" if number > 1 else name
+
+
+def _node(gpu: Gpu) -> int:
+    return gpu[0]
+
+
+def _by_node(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Those of a node together, in the order in which they were named."""
+    return sorted(gpus, key=_node)
 
 
 def _parts(gpus: Sequence[Gpu], number: int, what: str) -> list[Sequence[Gpu]]:
@@ -218,6 +232,8 @@ def parse_gpus(words: Iterable[str]) -> dict[str, tuple[Gpu, ...]]:
         if matched is None or role is None:
             raise PlacementError(f"--gpus {word}: say trainer:0-3 or engines:1-2/0-7 (nodes/GPUs)")
         nodes, devices = _numbers(matched[2] or "0", word), _numbers(matched[3], word)
+        if len(nodes) * len(devices) > _MOST_GPUS:
+            raise PlacementError(f"--gpus {word}: that is {len(nodes) * len(devices)} GPUs, more than {_MOST_GPUS}")
         found[role] = found.get(role, ()) + tuple((node, device) for node in nodes for device in devices)
     return found
 
@@ -226,6 +242,8 @@ def _numbers(text: str, word: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
+        if max(len(first), len(last)) > _MOST_DIGITS:
+            raise PlacementError(f"--gpus {word}: no node and no GPU has a number of more than {_MOST_DIGITS} digits")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise PlacementError(f"--gpus {word}: {part!r} is neither a number nor a range such as 0-3")
         numbers += range(int(first), int(last or first) + 1)
@@ -233,7 +251,8 @@ def _numbers(text: str, word: str) -> list[int]:
 
 
 def _listed(gpus: Sequence[Gpu]) -> str:
-    return ", ".join(f"{node}/{device}" for node, device in gpus)
+    more = f" and {len(gpus) - _MOST_LISTED} more" if len(gpus) > _MOST_LISTED else ""
+    return ", ".join(f"{node}/{device}" for node, device in gpus[:_MOST_LISTED]) + more
 
 
 def described(members: Sequence[Member], *, nodes: int = 1) -> str:

@@ -44,6 +44,29 @@ def test_eight_gpus_are_divided_as_told() -> None:
     assert devices("trainer", two) == [(0, (0, 1)), (0, (2, 3))]
 
 
+def test_gpus_that_are_not_listed_node_by_node_are_merged() -> None:
+    trainer = parse_gpus(["trainer:0-1/0-1", "trainer:0-1/2-3", "engines:2/0-3"])
+    nodes = members("trainer", Wanted(nodes=3, gpus_per_node=4, gpus=trainer))
+    assert [(one.node, one.devices, one.ranks, one.gang) for one in nodes] == [
+        (0, (0, 1, 2, 3), 4, (0, 1)),
+        (1, (0, 1, 2, 3), 4, (0, 1)),
+    ]
+    engines = parse_gpus(["trainer:0/0-1", "engines:1/0", "engines:2/0", "engines:1/1", "engines:2/1"])
+    two = Wanted(nodes=3, gpus_per_node=2, engines=2, gpus=engines)
+    assert devices("engine", two) == [(1, (0, 1)), (2, (0, 1))]
+
+
+def test_each_of_several_trainers_keeps_the_gpus_named_for_it() -> None:
+    named = parse_gpus(["trainer:0-1/0-1", "trainer:0-1/2-3", "engines:2/0-3"])
+    two = members("trainer", Wanted(nodes=3, gpus_per_node=4, trainers=2, gpus=named))
+    assert [(one.name, one.node, one.devices) for one in two] == [
+        ("trainer-0-node0", 0, (0, 1)),
+        ("trainer-0-node1", 1, (0, 1)),
+        ("trainer-1-node0", 0, (2, 3)),
+        ("trainer-1-node1", 1, (2, 3)),
+    ]
+
+
 def test_without_a_division_half_is_for_each_and_on_several_nodes_the_first_trains() -> None:
     assert devices("trainer", Wanted(gpus_per_node=8)) == [(0, (0, 1, 2, 3))]
     four = Wanted(nodes=4, gpus_per_node=8, trainer_nodes=2, engines=4)
@@ -101,11 +124,22 @@ def test_what_cannot_be_placed_is_refused_with_the_reason(wanted: Wanted, reason
 
 
 @pytest.mark.parametrize(
-    "word", ["trainer", "trainer:", "worker:0", "trainer:3-1", "trainer:a", "engines:0/", "trainer:-"]
+    "word",
+    [
+        *("trainer", "trainer:", "worker:0", "trainer:3-1", "trainer:a", "engines:0/", "trainer:-"),
+        *("engines:2-99999999999", "engines:0-99999999999/0", "engines:0-9999/0-9999"),
+    ],
 )
 def test_a_division_that_cannot_be_read_is_refused(word: str) -> None:
     with pytest.raises(PlacementError, match="--gpus"):
         parse_gpus([word])
+
+
+def test_a_refusal_lists_only_the_first_of_many_gpus() -> None:
+    wanted = Wanted(gpus_per_node=2, gpus=parse_gpus(["trainer:0", "engines:1-60000"]))
+    with pytest.raises(PlacementError, match="0/17 and 59983 more") as refused:
+        place(wanted, Site.BATCH)
+    assert len(str(refused.value)) < 200
 
 
 @given(
