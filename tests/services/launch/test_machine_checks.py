@@ -29,13 +29,30 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_gpus_are_counted_as_processes_will_see_them(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.visible_gpus() == ()
-    for number in (10, 2, 0):
+    (machine / "nvidia3").touch()
+    assert gpus.visible_gpus() == ("0",)
+    for number in (10, 2):
         (machine / f"nvidia{number}").touch()
-    assert gpus.visible_gpus() == ("0", "2", "10")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-ab")
-    assert gpus.visible_gpus() == ("2", "GPU-ab")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpus.visible_gpus() == ()
+    assert gpus.visible_gpus() == ("0", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [
+        ("2, GPU-ab,MIG-c", ("2", "GPU-ab", "MIG-c")),
+        ("0,-1,1", ("0",)),
+        ("1,,0", ("1",)),
+        ("-1", ()),
+        ("", ()),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_the_list_of_cuda_ends_at_what_is_no_gpu(
+    named: str, seen: tuple[str, ...], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert gpus.visible_gpus() == seen
 
 
 def test_a_gpu_needs_its_driver_and_a_torch_that_can_use_it(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
