@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 from enum import Enum
 
 from gspo_core.cli.command import CommandError
-from services.launch import engine_command, engine_versions
+from services.launch import engine_command, engine_versions, topology
 from services.launch.engine_command import BadEngineCommand, EngineCommand
 from services.launch.placement import Member, PlacementError, Wanted, parse_gpus
-from services.launch.topology import ENGINE, PROCESSES, Share
+from services.launch.topology import ENGINE, Share, Site
 
 NO_KEYED_VLLM = (
     "--vllm is for engines on loopback without a key: vLLM takes the calls that pause it and change its weights from "
@@ -25,6 +25,7 @@ class Where(Enum):
     HERE = "on this machine"
     PERHAPS_HERE = "on the machines of an allocation, of which this one need not be"
     IMAGE = "in an image"
+    UNSEEN = "wherever it is: a plan starts none"
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,8 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         nargs="+",
-        default=(),
+        action="extend",
+        default=[],
         metavar="ROLE:GPUS",
         help="which GPUs are whose: trainer:0-3 engines:4-7, on several nodes trainer:0/0-7 engines:1-3/0-7",
     )
@@ -76,7 +78,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """What a batch system or a cluster wants to know."""
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes that train together (default: 1)")
+    parser.add_argument("--trainer-nodes", type=int, help="nodes that train together (default: 1)")
     parser.add_argument(
         "--trainer-ranks",
         type=int,
@@ -87,7 +89,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option,
             nargs="+",
-            default=(),
+            action="extend",
+            default=[],
             metavar=f"KIND={form}",
             help=f"for each process of a kind, or each of its GPUs: engine={'8' if form == 'N' else '64G'}",
         )
@@ -112,13 +115,15 @@ def model_of(arguments: argparse.Namespace) -> str:
 
 def cluster_wanted(arguments: argparse.Namespace) -> Wanted:
     """Raises CommandError."""
+    if arguments.trainer_nodes is not None and arguments.gpus:
+        raise CommandError("--gpus says on which nodes a trainer is, and --trainer-nodes too: leave one of the two out")
     try:
         return Wanted(
             nodes=arguments.nodes,
             gpus_per_node=arguments.gpus_per_node,
             trainers=arguments.trainers,
             engines=arguments.engines,
-            trainer_nodes=arguments.trainer_nodes,
+            trainer_nodes=1 if arguments.trainer_nodes is None else arguments.trainer_nodes,
             trainer_ranks=arguments.trainer_ranks,
             rollout_workers=arguments.rollout_workers,
             gpus=parse_gpus(arguments.gpus),
@@ -130,7 +135,7 @@ def cluster_wanted(arguments: argparse.Namespace) -> Wanted:
 
 def _shares(cpus: list[str], memory: list[str]) -> dict[str, Share]:
     """Raises PlacementError."""
-    known = {one.name: one.share for one in PROCESSES}
+    known = {one.name: one.share for one in topology.processes(Site.BATCH) if one.health is not None}
     wanted_cpus, wanted_memory = _by_kind(cpus, known, "--cpus"), _by_kind(memory, known, "--memory")
     return {
         kind: Share(
@@ -142,13 +147,15 @@ def _shares(cpus: list[str], memory: list[str]) -> dict[str, Share]:
 
 
 def _by_kind(words: list[str], known: dict[str, Share], option: str) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for word in words:
         kind, _, value = word.partition("=")
         if kind not in known or not value[:1].isdecimal() or (option == "--cpus" and not value.isdecimal()):
             raise PlacementError(f"{option} {word}: say KIND=NUMBER, with KIND one of {', '.join(sorted(known))}")
         if not value.strip("0MGTmgt"):
             raise PlacementError(f"{option} {word}: a process needs some")
+        if kind in found:
+            raise PlacementError(f"{option} says twice what each {kind} has: {found[kind]} and {value}")
         found[kind] = value
     return found
 
@@ -169,6 +176,12 @@ def check_engine(engine: EngineCommand | None, members: Iterable[Member]) -> Non
             f"{wide[0].name} would have {len(wide[0].devices)} GPUs, and the embedded engine computes on one: drop "
             f"--engines, which gives each engine one, or take --sglang"
         )
+
+
+def check_key(arguments: argparse.Namespace) -> None:
+    """Raises CommandError."""
+    if arguments.key is not None and not arguments.job:
+        raise CommandError("--key is the key of a job, and there is none: give it with --job, or with gspo submit")
 
 
 def check_kind(arguments: argparse.Namespace, *, has_keys: bool) -> None:
@@ -218,6 +231,8 @@ def _sglang(arguments: argparse.Namespace, *, on_gpu: bool, has_keys: bool, wher
 def sglang_python(arguments: argparse.Namespace, where: Where) -> str:
     """Raises CommandError if it is to be here and is not, or if what is here is too old."""
     named: str | None = arguments.sglang_python
+    if where is Where.UNSEEN:
+        return named or "python"
     found = engine_command.find_sglang(named)
     if where is not Where.HERE and named and (found is None or where is Where.IMAGE):
         return named

@@ -50,14 +50,15 @@ def main() -> int:
         nodes = node_names()
         data_dir = DataDir(Path(arguments.data_dir))
         where = Where.IMAGE if arguments.container else Where.HERE
+        members = place(cluster_wanted(arguments), Site.BATCH)
         installation = Installation(
-            members=place(cluster_wanted(arguments), Site.BATCH),
+            members=members,
             hosts=tuple(addresses(nodes)),
             data_dir=data_dir,
             model=arguments.model,
             python=sys.executable,
             redis_server=str(find_binary().path),
-            ports=ports_option.read(arguments.ports),
+            ports=ports_option.read(arguments.ports, members),
             engine=chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True, where=where),
         )
         submission = Submission(Path(arguments.job), arguments.key) if arguments.job else None

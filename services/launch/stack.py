@@ -421,10 +421,15 @@ def check_place(config: StackConfig) -> None:
         ) from error
 
 
-def claim_port(host: str, port: int) -> int:
-    """Return ``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
+def check_port(port: int) -> None:
+    """Raises StackError."""
     if not 0 <= port < 2**16:
         raise StackError(f"--port {port}: a port is a number from 0 (a free one) to 65535")
+
+
+def claim_port(host: str, port: int) -> int:
+    """Return ``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
+    check_port(port)
     try:
         if port == 0:
             return free_port(host)

@@ -32,7 +32,7 @@ from services.launch.log_view import LogView
 from services.launch.placement import PlacementError, described, parse_gpus
 from services.launch.placement_options import check_engine, chosen_engine
 from services.launch.retired import retired_names
-from services.launch.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
+from services.launch.stack import Stack, StackConfig, StackError, check_place, check_port, terminate_as_interrupt
 from services.launch.supervisor import Supervisor
 from services.process.children import die_with_parent
 from services.process.own_secrets import hide_secrets
@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             settings = load_settings()
             config = _config(arguments, settings)
             tell_unread()
+            check_port(config.port)
             if arguments.plan:
                 print(described(config.members()))
                 return 0

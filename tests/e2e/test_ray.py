@@ -208,7 +208,7 @@ def parent(entry: Path) -> Path:
 
 def test_its_plan_is_printed_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--data-dir", str(tmp_path), "--model", "m", "--nodes", "2", "--gpus-per-node", "8"]
-    assert main(["launch", "ray", *where, "--engines", "2", "--plan"]) == 0
+    assert main(["launch", "ray", *where, "--engines", "2", "--sglang", "--plan"]) == 0
     assert "node 1  engine-1         GPU 4,5,6,7" in capsys.readouterr().out
     assert main(["launch", "ray", *where, "--engines", "3", "--plan"]) == 1
     assert "cannot be divided evenly among 3 engines" in capsys.readouterr().err

@@ -19,9 +19,9 @@ from services.launch import placement_options, ports_option
 from services.launch.crew_run import Submission
 from services.launch.crew_run import run as run_crew
 from services.launch.engine_command import EngineCommand
-from services.launch.installation import CODE, Installation
+from services.launch.installation import CODE, Installation, Ports
 from services.launch.placement import Member, PlacementError, described, place
-from services.launch.placement_options import check_engine, check_kind, chosen_engine, cluster_wanted, model_of
+from services.launch.placement_options import Where, check_engine, check_key, chosen_engine, cluster_wanted, model_of
 from services.launch.topology import Site
 
 HELP = "run the stack on a Ray cluster"
@@ -37,12 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises CommandError."""
+    check_key(arguments)
     try:
         members = place(cluster_wanted(arguments), Site.BATCH)
-        check_kind(arguments, has_keys=True)
-        engine = None if arguments.plan else chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True)
-        if not arguments.plan:
-            check_engine(engine, members)
+        ports = ports_option.read(arguments.ports, members)
+        where = Where.UNSEEN if arguments.plan else Where.HERE
+        engine = chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True, where=where)
+        check_engine(engine, members)
     except PlacementError as error:
         raise CommandError(str(error)) from error
     if arguments.plan:
@@ -50,10 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if importlib.util.find_spec("ray") is None:
         raise CommandError(f"Ray is not installed: {HOW_TO_INSTALL}")
-    return _on_ray(arguments, members, engine)
+    return _on_ray(arguments, members, ports, engine)
 
 
-def _on_ray(arguments: argparse.Namespace, members: tuple[Member, ...], engine: EngineCommand | None) -> int:
+def _on_ray(
+    arguments: argparse.Namespace, members: tuple[Member, ...], ports: Ports, engine: EngineCommand | None
+) -> int:
     try:
         import ray
 
@@ -76,7 +79,7 @@ def _on_ray(arguments: argparse.Namespace, members: tuple[Member, ...], engine: 
                 model=model_of(arguments),
                 python=sys.executable,
                 redis_server=str(find_binary().path),
-                ports=ports_option.read(arguments.ports),
+                ports=ports,
                 engine=engine,
             )
             key = arguments.key or f"ray-{uuid.uuid4().hex}"

@@ -98,6 +98,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option.removeprefix("--").replace("-", "_"))
         if value is not None and (not value or any(letter.isspace() for letter in value)):
             raise CommandError(f"{option} {value!r} is not one word")
+    placement_options.check_key(arguments)
+    if arguments.gpu_type and not arguments.gpus_per_node:
+        raise CommandError("--gpu-type says of which type the GPUs are, and there are none: give --gpus-per-node")
     for option in arguments.srun:
         if option.startswith("-"):
             raise CommandError(f"--srun {option}: options of srun are given without --, such as {option.lstrip('-')}")

@@ -257,6 +257,16 @@ def test_a_plan_is_printed_and_nothing_is_started_fetched_or_written(
     assert "cannot be divided evenly among 3 trainers" in capsys.readouterr().err
 
 
+def test_a_plan_is_refused_for_a_port_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["up", "--data-dir", str(tmp_path), "--port", "99999", "--plan"]) == 1
+    said = capsys.readouterr()
+    assert "--port 99999: a port is a number" in said.err
+    assert said.out == ""
+
+
 def test_vllm_is_refused_where_engines_have_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,100 @@
+"""What ``gspo launch`` cannot do, or would do nothing with, is refused with the reason, in its plan too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo_core.cli import main
+from gspo_core.cli.command import CommandError
+from services.launch import ports_option
+from services.launch.installation import Ports
+from services.launch.placement import Wanted, place
+from services.launch.topology import Site
+
+ON_GPUS = ("--nodes", "2", "--gpus-per-node", "4", "--gpus", "trainer:0/0-3", "engines:1/0-3")
+
+
+def launched(place: str, tmp_path: Path, *more: str) -> int:
+    return main(["launch", place, "--data-dir", str(tmp_path / "data"), "--model", "m", "--plan", *more])
+
+
+@pytest.mark.parametrize("place", ["ray", "slurm"])
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--key", "mine"), "--key is the key of a job"),
+        ((*ON_GPUS, "--trainer-nodes", "1"), "leave one of the two out"),
+        ((*ON_GPUS, "--trainer-nodes", "2"), "leave one of the two out"),
+        (("--trainer-nodes", "0"), "--trainer-nodes 0"),
+        (("--cpus", "secrets=5"), "KIND one of api, engine, gateway, redis, rollout, trainer"),
+        (("--memory", "environments=5G"), "KIND one of"),
+        (("--memory", "trainer=64G", "trainer=1M"), "says twice what each trainer has: 64G and 1M"),
+        (("--cpus", "engine=2", "--cpus", "engine=3"), "says twice what each engine has: 2 and 3"),
+        (("--gpus-per-node", "8", "--engines", "2"), "engine-0 would have 2 GPUs"),
+        (("--engine", "x {bad}"), "--engine has {bad}"),
+        (("--engine", "x 'y"), "No closing quotation"),
+        (("--sglang-python", "/bin/python"), "only --sglang starts it"),
+    ],
+)
+def test_what_would_not_be_obeyed_is_refused_with_its_plan(
+    place: str, more: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(place, tmp_path, *more) == 1
+    said = capsys.readouterr()
+    assert told in said.err
+    assert said.out == ""
+
+
+def test_a_type_of_gpus_needs_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched("slurm", tmp_path, "--gpu-type", "h100") == 1
+    assert "give --gpus-per-node" in capsys.readouterr().err
+    assert launched("slurm", tmp_path, "--gpu-type", "h100", "--gpus-per-node", "2") == 0
+    assert "#SBATCH --gres=gpu:h100:2" in capsys.readouterr().out
+
+
+def test_an_option_given_again_adds_to_what_it_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    division = ("--gpus", "trainer:0-1", "--gpus", "engines:2-3", "--cpus", "engine=4", "--cpus", "trainer=3")
+    assert launched("slurm", tmp_path, "--gpus-per-node", "4", *division) == 0
+    assert "#SBATCH --cpus-per-task=18" in capsys.readouterr().out.splitlines()
+
+
+def test_a_plan_for_ray_does_not_ask_where_sglang_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert launched("ray", tmp_path, "--gpus-per-node", "8", "--engines", "2", "--sglang") == 0
+    assert "engine-1         GPU 6,7" in capsys.readouterr().out
+    assert launched("ray", tmp_path, "--sglang", "--sglang-python", "/of/the/cluster/python") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("foo", "say 5 numbers"),
+        ("1,2,3,4", "say 5 numbers"),
+        ("1,2,3,4,-5", "say 5 numbers"),
+        (f"1,2,3,4,{'9' * 5000}", "say 5 numbers"),
+        ("0,2,3,4,9", "redis would have port 0"),
+        ("1,2,3,4,65536", "ranks would have port 65536"),
+        ("1,2,3,65534,9", "engine would have port 65536"),
+        ("1,2,2,4,9", "api and gateway would both have port 2"),
+        ("1,2,3,7,9", "engine and ranks would both have port 9"),
+        ("1,2,3,9,8", "engine and ranks would both have port 9"),
+        ("6,2,3,4,9", "redis and engine would both have port 6"),
+    ],
+)
+def test_ports_that_cannot_be_had_are_refused(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CommandError, match=told):
+        ports_option.read(text, place(Wanted(engines=3, trainers=2), Site.BATCH))
+    assert launched("ray", tmp_path, "--engines", "3", "--trainers", "2", "--ports", text) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_ports_may_stand_side_by_side() -> None:
+    ports = ports_option.read("1,2,3,4,7", place(Wanted(engines=3, trainers=2), Site.BATCH))
+    assert ports == Ports(1, 2, 3, 4, 7)
