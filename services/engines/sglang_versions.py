@@ -23,11 +23,12 @@ class EngineProfile:
 
     @classmethod
     def parse(cls, text: str) -> EngineProfile:
-        """``0.5.23``, ``0.5.12.post1``; raises EngineProtocolError."""
-        match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+        """``0.5.23``, ``0.5.12.post1``, ``0.5`` (which is 0.5.0); raises EngineProtocolError."""
+        # 0.1.dev7 is what a checkout without tags calls itself, and says nothing.
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+)|(?!\d|\.?dev))", text)
         if match is None:
             raise EngineProtocolError(f"an engine version must look like 0.5.23, not {text!r}")
-        major, minor, patch = map(int, match.groups())
+        major, minor, patch = (int(number or 0) for number in match.groups())
         return cls((major, minor, patch))
 
     @property

@@ -71,7 +71,7 @@ def run(installation: Installation, place: Place, submission: Submission | None)
 
 def _follow(installation: Installation, submission: Submission, api_key: str) -> subprocess.Popen[bytes]:
     entry = "import sys; from gspo_core.cli import main; sys.exit(main())"
-    words = ["submit", str(submission.job), "--key", submission.key, "--watch", "--url", installation.api_url]
+    words = ["submit", str(submission.job), f"--key={submission.key}", "--watch", "--url", installation.api_url]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", entry, *words],
         env={**os.environ, "GSPO_API_KEY": api_key},

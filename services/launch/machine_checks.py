@@ -23,6 +23,7 @@ from services.hosts.walls import control_groups
 from services.hosts.walls.tiers import WALLS, Tier
 from services.launch import engine_versions
 from services.launch.engine_command import find_sglang, find_vllm
+from services.launch.engine_versions import NoVersion, Unanswered
 from services.launch.gpus import torch_uses_gpus, visible_gpus
 from services.process.account import ADVICE, is_root
 
@@ -75,7 +76,7 @@ def vllm() -> Finding:
 def _engine_of(
     name: str,
     python: str | None,
-    version_of: Callable[[str], str | None],
+    version_of: Callable[[str], str],
     problem: Callable[[str], str] = lambda version: "",
 ) -> Finding:
     """What a Python says about an engine that it is to have. Nothing of the engine is imported.
@@ -85,9 +86,10 @@ def _engine_of(
     if python is None:
         text = f"not found: gspo up samples with the embedded engine; --{name}-python names a Python that has it"
         return Finding(Verdict.NOTE, name, text)
-    version = version_of(python)
-    if version is None:
-        return Finding(Verdict.PROBLEM, name, f"{python} is there, but does not have it")
+    try:
+        version = version_of(python)
+    except (NoVersion, Unanswered) as error:
+        return Finding(Verdict.PROBLEM, name, f"{python} is there, but {error}")
     if told := problem(version):
         return Finding(Verdict.PROBLEM, name, f"{version} in {python} {told}")
     return Finding(Verdict.OK, name, f"{version} in {python}: gspo up --{name}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Collection, Iterable
 from enum import Enum
 
 from gspo_core.cli.command import CommandError
 from services.launch import engine_command, engine_versions, topology
 from services.launch.engine_command import BadEngineCommand, EngineCommand
+from services.launch.engine_versions import NoVersion, Unanswered
 from services.launch.placement import Member, PlacementError, Wanted, parse_gpus
 from services.launch.topology import ENGINE, Share, Site
 
@@ -229,17 +231,34 @@ def _sglang(arguments: argparse.Namespace, *, on_gpu: bool, has_keys: bool, wher
 
 
 def sglang_python(arguments: argparse.Namespace, where: Where) -> str:
-    """Raises CommandError if it is to be here and is not, or if what is here is too old."""
+    """Raises CommandError if it is to be here and is not, or if what is here is too old or has none."""
     named: str | None = arguments.sglang_python
     if where is Where.UNSEEN:
         return named or "python"
+    if where is Where.IMAGE:
+        if not named:
+            raise CommandError(
+                "--sglang in the image of --container: name its Python that has SGLang, such as --sglang-python python3"
+            )
+        return named
     found = engine_command.find_sglang(named)
-    if where is not Where.HERE and named and (found is None or where is Where.IMAGE):
+    if where is Where.PERHAPS_HERE and named and found is None:
         return named
     if found is None:
         raise _without_python("sglang", "SGLang", named)
-    version = engine_versions.sglang_version(found)
-    if version is not None and (told := engine_versions.sglang_problem(version)):
+    try:
+        version = engine_versions.sglang_version(found)
+    except NoVersion as error:
+        if where is Where.PERHAPS_HERE:  # the same path may be another Python there
+            print(f"--sglang: {found} {error} here: the script refuses if that is so there too", file=sys.stderr)
+            return found
+        raise CommandError(
+            f"--sglang: {found} {error}: install SGLang there, or name another Python with --sglang-python"
+        ) from None
+    except Unanswered as error:
+        print(f"--sglang: {found} {error}, so its version is unknown", file=sys.stderr)
+        return found
+    if told := engine_versions.sglang_problem(version):
         raise CommandError(
             f"--sglang: version {version} in {found} {told} there, or name another Python with --sglang-python"
         )

@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from services.files.data_dir import DataDir
+from services.launch.outside_settings import is_decided
 from services.launch.placement import Member
 from services.process.children import die_with_parent
 
@@ -38,7 +39,10 @@ class Host:
 
     def __init__(self, command: list[str], environment: dict[str, str], log: str, folder: str) -> None:
         # Of Ray's own variables the devices concern a member; the rest would make it a part of Ray's worker.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        # Nor may what its node has set win over what the stack decides.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_") and not is_decided(name)
+        }
         with Path(log).open("ab") as output:
             self._child = subprocess.Popen(
                 command,

@@ -16,9 +16,10 @@ from services.files.data_dir import DataDir
 from services.launch import placement_options, ports_option
 from services.launch.crew_run import Submission, run
 from services.launch.installation import Installation, Ports
+from services.launch.outside_settings import refuse_decided
 from services.launch.placement import PlacementError, place
 from services.launch.placement_options import Where, chosen_engine, cluster_wanted
-from services.launch.slurm_steps import SlurmSteps, addresses, node_names
+from services.launch.slurm_steps import SlurmSteps, addresses, check_log_path, node_names
 from services.launch.topology import Site
 from services.state.server import RedisUnsuitable, find_binary
 
@@ -47,6 +48,8 @@ def main() -> int:
     parser.add_argument("--ports", required=True, help="Redis, API, gateway, first engine, first trainer")
     arguments = parser.parse_args()
     try:
+        refuse_decided(arguments.data_dir)
+        check_log_path(arguments.data_dir)
         nodes = node_names()
         data_dir = DataDir(Path(arguments.data_dir))
         where = Where.IMAGE if arguments.container else Where.HERE

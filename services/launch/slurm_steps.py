@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from gspo_core.cli.command import CommandError
 from services.files.data_dir import DataDir
 from services.launch.placement import Member
 from services.process.children import die_with_parent
@@ -91,12 +92,27 @@ class Step:
 
 
 def node_names() -> list[str]:
-    """Of the allocation that we run in."""
-    return _asked("hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    """Of the allocation that we run in. Raises CommandError."""
+    if not (nodes := os.environ.get("SLURM_JOB_NODELIST")):
+        raise CommandError(
+            "this is no allocation of Slurm (SLURM_JOB_NODELIST is not set): submit the script to sbatch"
+        )
+    return _asked("hostnames", nodes).split()
+
+
+def check_log_path(data_dir: str) -> None:
+    """Raises CommandError for what ``srun --output`` does not take as it is: it knows no ``%%``."""
+    if found := next((letter for letter in "%\\" if letter in data_dir), None):
+        raise CommandError(
+            f"--data-dir {data_dir!r} has a {found}, which srun replaces in the names of logs: rename it"
+        )
 
 
 def addresses(nodes: Sequence[str]) -> list[str]:
-    """Under which Slurm itself reaches each node: its name alone may mean nothing on another machine."""
+    """Under which Slurm itself reaches each node: its name alone may mean nothing on another machine.
+
+    Raises CommandError.
+    """
     found = []
     for node in nodes:
         fields = dict(word.split("=", 1) for word in _asked("node", node, "--oneliner").split() if "=" in word)
@@ -105,7 +121,12 @@ def addresses(nodes: Sequence[str]) -> list[str]:
 
 
 def _asked(what: str, name: str, *options: str) -> str:
-    done = subprocess.run(
-        ["scontrol", "show", what, name, *options], capture_output=True, text=True, timeout=COMMAND_S, check=True
-    )
+    """Raises CommandError."""
+    command = ["scontrol", "show", what, name, *options]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CommandError(f"Slurm does not say what its nodes are: {error}") from None
+    if done.returncode != 0:
+        raise CommandError(f"{' '.join(command)} failed: {done.stderr.strip() or f'status {done.returncode}'}")
     return done.stdout

@@ -59,7 +59,7 @@ def test_the_script_is_clean(tmp_path: Path, more: tuple[str, ...]) -> None:
     path = script(tmp_path, *more)
     done = subprocess.run([BIN / "shellcheck", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert shlex.quote(more[1]) in path.read_text()
+    assert shlex.quote(f"--model={more[1]}") in path.read_text()
 
 
 def test_the_allocation_is_what_its_processes_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_it_runs_what_the_command_runs_from_wherever_that_is_typed(
     path = tmp_path / "gspo.sbatch"
     assert main(["launch", "slurm", "--data-dir", "d", "--model", "m", "--output", str(path)]) == 0
     text = path.read_text()
-    assert shlex.join([f"--model={tmp_path / 'm'}"]) in text or shlex.join(["--model", str(tmp_path / "m")]) in text
+    assert shlex.join([f"--model={tmp_path / 'm'}"]) in text
     start, words = text.split("services.launch.slurm_run ")
     assert shlex.quote(sys.executable) in start.splitlines()[-1]
     path.write_text(f"{start}services.launch.slurm_run --help")
@@ -140,6 +140,9 @@ def test_a_checkout_is_run_by_its_own_python_unless_another_is_named(tmp_path: P
         (("--qos", "a\nb"), "--qos 'a\\nb' is not one word"),
         (("--container", ""), "--container '' is not one word"),
         (("--srun=--exclusive",), "given without --, such as exclusive"),
+        (("--data-dir", "/d/50%j"), "has a %, which srun replaces"),
+        (("--data-dir", "/d/a\\b"), "which srun replaces"),
+        (("--data-dir", "/d/\udcff"), "has bytes that are no UTF-8"),
     ],
 )
 def test_what_cannot_be_allocated_is_refused(
@@ -152,9 +155,18 @@ def test_what_cannot_be_allocated_is_refused(
 
 def test_a_script_names_its_job_by_a_key_of_its_own(tmp_path: Path) -> None:
     texts = [script(tmp_path, "--model", "m", "--job", "j").read_text() for _ in range(2)]
-    keys = [re.search(r"--key (slurm-\w+)", text) for text in texts]
+    keys = [re.search(r"--key=(slurm-\w+)", text) for text in texts]
     assert len({found[1] for found in keys if found}) == 2
-    assert "--key mine" in script(tmp_path, "--model", "m", "--job", "j", "--key", "mine").read_text()
+    assert "--key=mine" in script(tmp_path, "--model", "m", "--job", "j", "--key", "mine").read_text()
+
+
+def test_a_value_may_begin_with_a_dash(tmp_path: Path) -> None:
+    text = script(tmp_path, "--model=-x", "--job", "j", "--key=-abc").read_text()
+    parser = argparse.ArgumentParser()
+    slurm_run.add_options(parser)
+    parser.add_argument("--ports")
+    read = parser.parse_args(shlex.split(text.split("slurm_run ", 1)[1].replace("\\\n", "")))
+    assert (read.model, read.key) == ("-x", "-abc")
 
 
 # --- on a real Slurm

@@ -20,6 +20,7 @@ from services.launch.crew_run import Submission
 from services.launch.crew_run import run as run_crew
 from services.launch.engine_command import EngineCommand
 from services.launch.installation import CODE, Installation, Ports
+from services.launch.outside_settings import refuse_decided
 from services.launch.placement import Member, PlacementError, described, place
 from services.launch.placement_options import Where, check_engine, check_key, chosen_engine, cluster_wanted, model_of
 from services.launch.topology import Site
@@ -38,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises CommandError."""
     check_key(arguments)
+    refuse_decided(arguments.data_dir)
     try:
         members = place(cluster_wanted(arguments), Site.BATCH)
         ports = ports_option.read(arguments.ports, members)

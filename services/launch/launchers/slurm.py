@@ -19,8 +19,10 @@ from gspo_core.cli.command import CommandError
 from services.launch import placement_options, slurm_run, topology
 from services.launch.engine_command import find_sglang
 from services.launch.installation import CODE
+from services.launch.outside_settings import refuse_decided
 from services.launch.placement import Member, PlacementError, described, place
 from services.launch.placement_options import Where, check_engine, chosen_engine, cluster_wanted, megabytes
+from services.launch.slurm_steps import check_log_path
 from services.launch.topology import Site
 
 HELP = "write a batch script that runs the stack over an allocation"
@@ -49,9 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises CommandError."""
     _check_words(arguments)
+    refuse_decided(arguments.data_dir)
     try:
         members = place(cluster_wanted(arguments), Site.BATCH)
         where = Where.IMAGE if arguments.container else Where.PERHAPS_HERE
+        if os.sep in (arguments.sglang_python or ""):
+            arguments.sglang_python = os.path.abspath(arguments.sglang_python)
         engine = chosen_engine(arguments, on_gpu=arguments.gpus_per_node > 0, has_keys=True, where=where)
         check_engine(engine, members)
         if engine is not None and arguments.sglang is not None:  # found from here, not from where the script runs
@@ -101,6 +106,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
     placement_options.check_key(arguments)
     if arguments.gpu_type and not arguments.gpus_per_node:
         raise CommandError("--gpu-type says of which type the GPUs are, and there are none: give --gpus-per-node")
+    check_log_path(os.path.abspath(arguments.data_dir))
     for option in arguments.srun:
         if option.startswith("-"):
             raise CommandError(f"--srun {option}: options of srun are given without --, such as {option.lstrip('-')}")
@@ -110,14 +116,26 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 def _write(text: str, output: str | None) -> bool:
     """Write ``text`` to the file ``output`` or the terminal. Returns whether it was a file; raises CommandError."""
+    for line in text.splitlines():
+        if not _is_text(line):
+            raise CommandError(f"{line.strip()!r} has bytes that are no UTF-8, which the script cannot hold: rename it")
     if output is None:
         sys.stdout.write(text)
         return False
     path = Path(output)
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    return True
+
+
+def _is_text(line: str) -> bool:
+    """Not so where an option has bytes that could not be decoded."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 
@@ -154,10 +172,14 @@ def _by_node(nodes: int, members: Sequence[Member]) -> list[list[Member]]:
 
 def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
     """The options that the script hands to what it runs, each with its values; paths hold wherever it runs."""
-    options = [["--data-dir", os.path.abspath(arguments.data_dir)], ["--model", placement_options.model_of(arguments)]]
+    # With = also what begins with - is a value.
+    options = [
+        [f"--data-dir={os.path.abspath(arguments.data_dir)}"],
+        [f"--model={placement_options.model_of(arguments)}"],
+    ]
     if arguments.job:
-        options.append(["--job", os.path.abspath(arguments.job)])
-        options.append(["--key", arguments.key or f"slurm-{uuid.uuid4().hex}"])
+        options.append([f"--job={os.path.abspath(arguments.job)}"])
+        options.append([f"--key={arguments.key or f'slurm-{uuid.uuid4().hex}'}"])
     parser = argparse.ArgumentParser(add_help=False)
     placement_options.add_counts(parser)
     placement_options.add_engine(parser)

@@ -207,8 +207,10 @@ def test_a_profile_is_read_from_the_version_that_an_engine_names() -> None:
     assert [one.has_ready for one in known.values()] == [False, False, True, True, True]
     assert [one.has_weight_sessions for one in known.values()] == [False, False, False, True, True]
     assert str(known["0.5.19.post1"]) == "0.5.19"
-    with pytest.raises(EngineProtocolError, match=r"like 0\.5\.23"):
-        EngineProfile.parse("None")
+    assert [EngineProfile.parse(text).version for text in ("0.5", "0.4.post1")] == [(0, 5, 0), (0, 4, 0)]
+    for text in ("None", "0.1.dev7+g1234567"):
+        with pytest.raises(EngineProtocolError, match=r"like 0\.5\.23"):
+            EngineProfile.parse(text)
 
 
 async def test_keys_go_where_they_belong() -> None:

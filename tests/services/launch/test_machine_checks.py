@@ -87,6 +87,8 @@ def test_an_engine_is_asked_for_its_version(engine: str, tmp_path: Path, monkeyp
     [
         ("0.5.18", Verdict.PROBLEM),
         ("0.4.9.post1", Verdict.PROBLEM),
+        ("0.5", Verdict.PROBLEM),
+        ("0.4.post1", Verdict.PROBLEM),
         ("0.5.19", Verdict.OK),
         ("0.6.0rc1", Verdict.OK),
         ("of main", Verdict.OK),  # whoever builds it knows

@@ -246,7 +246,9 @@ def test_a_plan_is_printed_and_nothing_is_started_fetched_or_written(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr(local_up, "torch_uses_gpus", lambda: True)
     division = ("--gpus", "trainer:0-3", "engines:4-7", "--engines", "2")
-    sglang = ("--sglang", "--sglang-python", sys.executable)
+    (python := tmp_path / "python").write_text("#!/bin/sh\necho 0.5.23\n")
+    python.chmod(0o755)
+    sglang = ("--sglang", "--sglang-python", str(python))
     words = ("up", "--data-dir", str(tmp_path / "data"), "--model", "Owner/name", *sglang, *division)
     assert main([*words, "--plan"]) == 0
     told = capsys.readouterr().out.splitlines()
