@@ -8,6 +8,7 @@ guesses, answers in words. Messages only; nothing is tokenized here.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from examples.demo.course import Course, Mistakes, Task
 from gspo_core.chat import Message
 from gspo_core.messages import CalledFunction
 
+_SYLLABLES = "|".join(search_qa.SYLLABLES)
+_BEGINNINGS = "|".join(syllable.capitalize() for syllable in search_qa.SYLLABLES)
+_SYLLABLE = re.compile(f"{_BEGINNINGS}|{_SYLLABLES}")
 GOODS = ("lamps", "boats", "clocks", "violins", "maps", "kites")
 RECOVERED = 0.4
 """Share of the practice in which some titles were copied wrongly before: it goes on with the right one."""
@@ -100,11 +104,13 @@ def _name(generator: random.Random, num_syllables: int) -> str:
 
 
 def _mistaken(title: str, generator: random.Random) -> str:
-    """What a policy asks for that copies wrongly: a letter less, or a syllable of something else."""
-    if generator.random() < 0.5:
+    """What a policy asks for that copies wrongly: a letter less, or another syllable."""
+    if generator.random() < 0.25:
         return _misspell(title, generator)
-    start = generator.randrange(1, len(title) - 1)
-    return title[:start] + generator.choice(search_qa.SYLLABLES) + title[start + generator.randint(1, 3) :]
+    place = generator.choice(list(_SYLLABLE.finditer(title)))
+    others = [syllable for syllable in search_qa.SYLLABLES if syllable != place[0].lower()]
+    other = generator.choice(others)
+    return title[: place.start()] + (other.capitalize() if place[0].istitle() else other) + title[place.end() :]
 
 
 def _misspell(title: str, generator: random.Random) -> str:
@@ -136,13 +142,13 @@ COURSE = Course(
     practise=_practise,
     mistakes=SearchMistakes(),
     num_practice=160,
-    num_whole=320,
+    num_whole=200,
     num_noisy=40,
     exam_step=150,
     exam_loss=0.30,
     sources=(Path(__file__), Path(search_qa.__file__)),
-    # A name is spelt alike wherever it stands.
-    words=r"[A-Z][a-z]*|[^\dA-Z\n]*\n+|[^\dA-Z\n]+",
+    # A name is spelt alike wherever it stands, a token for each syllable: so few are copied rightly soon.
+    words=rf"{_BEGINNINGS}|(?<=[a-z])(?:{_SYLLABLES})|[A-Z][a-z]*|[^\dA-Z\n]*\n+|[^\dA-Z\n]+",
     max_vocab_size=900,
     spelled_from_practice=True,
 )
