@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     falling.add_argument(
         "--beside", choices=[cell.name for cell in RUNNABLE], default="long_gspo_s16", help="this cell"
     )
-    commands.add_parser("sustained", help="write what an age costs that lasts")
+    lasting = commands.add_parser("sustained", help="write what an age costs that lasts")
+    lasting.add_argument("--called", default="", help="behind the names of its pages, for runs from another warm start")
     running.add_argument("--cost", action="store_true", help="only say what is missing and what it will take")
     running.add_argument("--drawn", type=int, default=0, help="with so many drawn seeds more")
     running.add_argument("--confirming", type=int, default=0, help="with so many more that were drawn later")
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "sustained":
         from benchmarks.baselines import sustained
 
-        print(sustained.write(given.work))
+        print(sustained.write(given.work, called=given.called))
         return 0
     cells: Sequence[Cell] = CELLS
     if given.only:

@@ -1,17 +1,20 @@
-"""The two models that all cells start from: the demo's, and a mixture of experts that went to the same school.
+"""The models that cells start from: the demo's, a mixture of experts that went to the same school, and one that was
+shown worse habits.
 
 Rule: made once, under the working directory; a directory is complete or absent.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.baselines.cells import Model
-from examples.demo.demonstrations import COURSE
+from examples.demo.course import Course
+from examples.demo.demonstrations import COURSE, CalculatorMistakes
 from examples.demo.model import BATCH_SIZE, School, make_demo_model
 
 MIXTURE = {
@@ -30,12 +33,16 @@ MIXTURE = {
     "initializer_range": 0.05,
 }
 
+RARELY_RIGHT = CalculatorMistakes(guess=0.75, malformed=0.3, shortened=0.3, talkative=0.8)
+"""About one demonstration in thirty is right."""
+COURSES: Mapping[str, Course] = {"dense": COURSE, "rare": dataclasses.replace(COURSE, mistakes=RARELY_RIGHT)}
+
 
 def model_dir(work: Path, model: Model, *, say: Callable[[str], None] = print) -> Path:
     """Where it lies; made first where it is not there."""
     directory = work / "models" / model
-    if model == "dense":
-        make_demo_model(directory, say=say)
+    if model in COURSES:
+        make_demo_model(directory, taught=COURSES[model], say=say)
     elif not directory.exists():
         _make_mixture(directory, say)
     return directory

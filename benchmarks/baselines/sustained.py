@@ -29,6 +29,7 @@ COMPARED = (
     (ENDLESS, None, "The same with an endless memory at age {age} less GSPO at age 0"),
     (SIGNAL, DEFAULT, "With signal_scaling less without"),
     (SIGNAL, None, "With signal_scaling at age {age} less GSPO at age 0"),
+    (SIGNAL, GRPO, "With signal_scaling less GRPO at age {age}"),
 )
 """Two kinds at the age; without a second it is the default on fresh data."""
 ALLOWED_COST = {16: 0.05, 64: 0.15}
@@ -38,7 +39,7 @@ KEPT = (*JUDGED, "staleness/mean", "staleness/within_one", "reward/mean")
 OLD_ENOUGH = 0.9
 """An age is sustained in the steps in which so many of the tokens are so old, or one step more or less."""
 
-PAGE = """# Data that stay {age} steps old{rate}
+PAGE = """# Data that stay {age} steps old{apart}
 
 Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../../docs/staleness.md) says what follows.
 {steps} steps of {groups} groups of {size} episodes of the calculator. Each episode begins under the weights of {age}
@@ -87,16 +88,14 @@ def sustained_steps(run: Run) -> list[int]:
     return [step for step, share in enumerate(shares) if share is not None and share >= OLD_ENOUGH]
 
 
-def page_name(about: SustainedRun) -> str:
-    return f"sustained{about.suffix}"
+def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES, called: str = "") -> str:
+    """The pages of all ages that have run; also written, with numbers and pictures, to ``results``. ``called``: what
+    stands behind their names."""
+    pages = [(f"sustained{about.suffix}{called}", about) for about in SUSTAINED_RUNS]
+    return "\n".join(page for name, about in pages if (page := _write(name, about, Store(work), results, sizes)))
 
 
-def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES) -> str:
-    """The pages of all ages that have run; also written, with numbers and pictures, to ``results``."""
-    return "\n".join(page for about in SUSTAINED_RUNS if (page := _write(about, Store(work), results, sizes)))
-
-
-def _write(about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> str:
+def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> str:
     """Nothing where nothing has run."""
     found, names = [], {about.cell(kind, about.age) for kind in (DEFAULT, *about.others)} | {about.cell(DEFAULT, 0)}
     for one in SUSTAINED:
@@ -109,12 +108,12 @@ def _write(about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> st
         return ""
     differences, verdict = _differences(about, found)
     text = PAGE.format(
-        name=page_name(about),
+        name=name,
         steps=found[0].num_steps,
         groups=sizes.groups_per_step,
         size=sizes.group_size,
         age=about.age,
-        rate=f", at a learning rate of {about.optimizer['lr']:g}" if about.optimizer else "",
+        apart=_apart(about) + (", from another warm start" if name != f"sustained{about.suffix}" else ""),
         younger=about.age - 1,
         every=about.eval_every,
         tasks=HELD_OUT,
@@ -127,11 +126,18 @@ def _write(about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> st
         verdict=verdict,
         runs=_curves(found),
     )
-    (results / f"{page_name(about)}.md").write_text(text, encoding="utf-8")
+    (results / f"{name}.md").write_text(text, encoding="utf-8")
     lines = ",\n".join(json.dumps(_summary(row)) for row in found)
-    (results / f"{page_name(about)}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    plot(about.age, found, results / f"{page_name(about)}.png")
+    (results / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    plot(about.age, found, results / f"{name}.png")
     return text
+
+
+def _apart(about: SustainedRun) -> str:
+    """What makes these runs other ones than those of the first page."""
+    if about.optimizer:
+        return f", at a learning rate of {about.optimizer['lr']:g}"
+    return ", where success is rare at first" if about.model == "rare" else ""
 
 
 def _host(found: Sequence[Row]) -> str:

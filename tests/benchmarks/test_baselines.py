@@ -211,6 +211,10 @@ def test_each_age_that_lasts_has_a_page_of_its_own(stored: Stored, tmp_path: Pat
     assert "320, 328, 336 each task" in page
     assert "The age costs 20.0 ± 0.0 % of the gain on fresh data: more than 15 %." in page
     assert "age 16" not in page
+    write_sustained(tmp_path, tmp_path, called="_again")
+    again = (tmp_path / "sustained_long_again.md").read_text()
+    assert again.startswith("# Data that stay 64 steps old, from another warm start\n")
+    assert "](sustained_long_again.png)" in again
 
 
 def test_what_is_missing_is_run_seed_by_seed_and_reported(tmp_path: Path) -> None:
