@@ -361,15 +361,30 @@ class JobSpec(Documented):
         """The optimizer with what follows from the objective's name filled in."""
         return with_named_bounds(self.optimizer, self.objective.name)
 
-    def named(self) -> Self:
-        """As a new submission, with the name that its objective has by default. A job that goes on with the past of
-        another one is called what that was."""
-        is_new = self.parent is None and self.recorded is None
-        return self.with_name(default_name(self.objective)) if is_new else self
+    def as_submitted(self) -> Self:
+        """As a new submission: with the name that its objective has by default, and with a rate that follows the signal
+        for GSPO on old data. A job with the past of another one stays as it is."""
+        if self.parent is not None or self.recorded is not None:
+            return self
+        named = self.with_name(default_name(self.objective))
+        return named.with_signal_scaling(True) if named.is_shaken_by_old_data else named
+
+    @property
+    def is_shaken_by_old_data(self) -> bool:
+        """Whether runs like it were seen to fall less often with `signal_scaling` (docs/staleness.md). A pull to a
+        reference acts without any signal, so its rate does not follow one."""
+        objective = self.objective
+        return objective.name == "gspo" and not objective.kl_coef and self.rollout.max_staleness >= OLD_DATA
 
     def with_name(self, name: Name | None) -> Self:
         """With this name of its objective; the rest stays as it is."""
         return self.model_copy(update={"objective": self.objective.model_copy(update={"name": name})})
+
+    def with_signal_scaling(self, scaling: bool | None) -> Self:
+        """With this one of its optimizer, unless the job says one itself."""
+        if self.optimizer.signal_scaling is not None:
+            return self
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"signal_scaling": scaling})})
 
 
 # At this pace runs were seen to fall, and not at 4, the default; nothing between was tried.

@@ -67,10 +67,12 @@ class OptimizerConfig(Documented):
     ess_scaling: bool = Field(default=False, exclude_if=lambda scales: not scales)
     """Scale the learning rate of a step by the root of the effective sample size of its sequences as a share of their
     number, by the product of their tokens' importance weights (after VCPO)."""
-    signal_scaling: bool = Field(default=False, exclude_if=lambda scales: not scales)
+    # A new job is stored with what it is trained with, so that releases may differ in what they choose.
+    signal_scaling: bool | None = Field(default=None, exclude_if=lambda scales: scales is None)
     """Scale the learning rate of a step by the share of its sequences that teach, whose group's rewards differ: a
     gradient shrinks with that share, and AdamW, which divides by what is usual, would make up for it. Groups that
-    fail as a whole teach nothing either: it may keep a run that has fallen where it is."""
+    fail as a whole teach nothing either: it may keep a run that has fallen where it is. Null: false, but a new job of
+    the objective `gspo`, with `rollout.max_staleness` of 16 or more and no `kl_coef`, is stored with true."""
     moments: Literal["float32", "8bit"] = Field(default="float32", exclude_if=lambda kind: kind == "float32")
     """How the running means are kept between updates. `8bit` takes a quarter of the memory and changes what is learned
     a little: the means of a matrix are rounded, up or down in turn, to 8 bits beside a scale for 256 numbers."""

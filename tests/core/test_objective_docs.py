@@ -38,7 +38,7 @@ def test_the_job_file_shows_the_defaults() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     environment = {"ref": "environments.calculator:Calculator"}
     spec = JobSpec.model_validate({"model": "m", "environments": [environment], **yaml.safe_load(block)})
-    assert spec == JobSpec.model_validate({"model": "m", "environments": [environment]}).named()
+    assert spec == JobSpec.model_validate({"model": "m", "environments": [environment]}).as_submitted()
 
 
 def test_every_metric_of_the_learner_is_on_the_page(tmp_path: Path) -> None:

@@ -310,11 +310,37 @@ def test_gspo_by_its_name_bounds_gradients_where_the_job_does_not_say_how(change
     ],
 )
 def test_a_new_job_is_named_by_its_loss_and_one_with_a_past_as_that_was(changes: dict[str, Any], name: str | None):
-    assert spec_of(**changes).named().objective.name == name
+    assert spec_of(**changes).as_submitted().objective.name == name
+
+
+OLD = {"rollout": {"max_staleness": 16}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),
+    [
+        (OLD, True),
+        (OLD | {"objective": {"name": "gspo"}, "optimizer": {"signal_scaling": None}}, True),
+        (OLD | {"optimizer": {"signal_scaling": False}}, False),
+        (OLD | {"optimizer": {"signal_scaling": True}, "objective": {"kl_coef": 0.1}}, True),
+        (OLD | {"objective": {"kl_coef": 0.1}}, None),
+        ({"rollout": {"max_staleness": 15}}, None),
+        (OLD | {"objective": {"name": "grpo", "clip": 0.2}}, None),
+        (OLD | {"parent": {"job": "job_a", "step": 3}, "objective": {"name": "gspo"}}, None),
+        (OLD | {"recorded": {"job": "job_a"}, "objective": {"name": "gspo"}}, None),
+    ],
+)
+def test_a_new_job_of_gspo_on_old_data_follows_the_signal_unless_it_says_otherwise(
+    changes: dict[str, Any], scales: bool | None
+):
+    submitted = spec_of(**changes).as_submitted()
+    assert submitted.optimizer.signal_scaling == scales
+    stored = JobSpec.model_validate(submitted.model_dump(mode="json"))
+    assert stored.as_submitted() == stored == submitted
 
 
 def test_a_stored_job_has_its_name_where_release_0_2_0_reads_one():
-    stored = spec_of(**{}).named().model_dump(mode="json")
+    stored = spec_of(**{}).as_submitted().model_dump(mode="json")
     assert stored["objective"]["name"] == "gspo"
     assert "max_grad_growth" not in stored["optimizer"]
     assert "name" not in spec_of(**{}).model_dump(mode="json")["objective"]
@@ -346,7 +372,7 @@ def test_legal_but_known_to_be_wrong_is_warned_about(changes: dict[str, Any], ke
 def test_data_that_are_old_need_a_bound_of_the_gradient_and_others_do_not():
     grpo = {"name": "grpo", "clip": [0.2, 0.27]}
     assert spec_warnings(spec_of(rollout={"max_staleness": 16}, optimizer={"max_grad_growth": 1}, objective=grpo)) == []
-    assert spec_warnings(spec_of(rollout={"max_staleness": 16}).named()) == []
+    assert spec_warnings(spec_of(rollout={"max_staleness": 16}).as_submitted()) == []
     assert spec_warnings(spec_of(rollout={"max_staleness": 8})) == []
 
 

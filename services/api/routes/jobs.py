@@ -265,7 +265,7 @@ async def _pinned(spec: JobSpec, caller: Caller, context: ApiContext) -> JobSpec
         from services.api.submission import recording  # as few are trained on another's episodes
 
         spec = await recording.planned(context, spec, caller)
-    return spec.named()
+    return spec.as_submitted()
 
 
 async def _plan(spec: JobSpec, context: ApiContext, gpus: str | None) -> PlanView:

@@ -70,7 +70,7 @@ async def submit(
         try:
             async with _kept(context, spec):
                 await (_bring(context, spec, caller, job_id) if bring is None else bring(spec, job_id))
-                made = await create(pinned.named())
+                made = await create(pinned.as_submitted())
         except JobConflict:
             await asyncio.to_thread(unused.forget_prepared)
             # A request sent at the same time may have found other versions.
@@ -85,7 +85,7 @@ async def submit(
             if made.id != job_id:
                 await asyncio.to_thread(unused.forget_prepared)
             return made
-    return await create(named_as(model_as(pinned_as(spec, held), held), held))
+    return await create(filled_in_as(model_as(pinned_as(spec, held), held), held))
 
 
 def require_reasonable(spec: JobSpec) -> None:
@@ -148,10 +148,13 @@ def model_as(spec: Spec, held: JobRecord) -> Spec:
     return spec
 
 
-def named_as(spec: Spec, held: JobRecord) -> Spec:
-    """With the name of the earlier job's objective: an earlier release stored none."""
-    objective = held.spec_data.get("objective", {})
-    return spec.with_name(objective.get("name"))
+def filled_in_as(spec: Spec, held: JobRecord) -> Spec:
+    """With what the earlier job was given where it said nothing: another release gives other things."""
+    theirs = held.spec_data.get("optimizer", {}).get("signal_scaling")
+    named = spec.with_name(held.spec_data.get("objective", {}).get("name"))
+    if theirs is None and not named.optimizer.signal_scaling:  # releases that gave none stored no false either
+        return named.model_copy(update={"optimizer": named.optimizer.model_copy(update={"signal_scaling": None})})
+    return named.with_signal_scaling(True) if named.is_shaken_by_old_data else named
 
 
 def _repository(directory: Path) -> tuple[Path, str]:

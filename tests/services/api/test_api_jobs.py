@@ -55,7 +55,7 @@ async def test_the_stored_specification_spells_every_default_out(http: httpx.Asy
     assert config["config"]["sampling"]["temperature"] == 1.0
     assert config["warnings"][0].startswith("objective.minibatches")
     stored = JobSpec.model_validate_json((await store.jobs.get(job["id"])).spec)
-    assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}}).named()
+    assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}}).as_submitted()
 
 
 async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx.AsyncClient):

@@ -46,8 +46,56 @@ async def test_a_repetition_of_a_job_of_an_earlier_release_is_that_job(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as earlier:
-        earlier.setattr(JobSpec, "named", lambda spec: spec)
+        earlier.setattr(JobSpec, "as_submitted", lambda spec: spec)
         job, spec = await submitted(http, "k")
     assert spec.objective.name is None
     assert await submitted(http, "k") == (job, spec)
     assert await submitted(http, "k", objective={"name": "gspo"}) == (job, spec)
+
+
+OLD = {"rollout": {"group_size": 2, "max_staleness": 16}}
+
+
+def scaling(said: bool | None) -> dict[str, Any]:
+    return OLD | {"optimizer": {"signal_scaling": said}}
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+async def test_a_job_on_old_data_is_stored_with_what_it_is_trained_with(
+    http: httpx.AsyncClient, said: bool | None
+) -> None:
+    planned = (await http.post("/v1/jobs?dry_run=true", json=SPEC | scaling(said))).json()["config"]
+    job, spec = await submitted(http, "k", **scaling(said))
+    assert spec.optimizer.signal_scaling == (said is not False)
+    assert planned == spec.model_dump(mode="json")
+    assert await submitted(http, "k", **scaling(said)) == (job, spec)
+    again, same = await submitted(http, **spec.model_dump(mode="json", exclude={"name"}))
+    assert again != job
+    assert same.optimizer == spec.optimizer
+
+
+async def status_of_repetition(http: httpx.AsyncClient, said: bool | None) -> int:
+    answer = await http.post("/v1/jobs", json=SPEC | scaling(said), headers={"Idempotency-Key": "k"})
+    return answer.status_code
+
+
+@pytest.mark.parametrize(("first", "others"), [(True, {None: 201, False: 409}), (False, {None: 409, True: 409})])
+async def test_a_repetition_that_says_another_scaling_is_refused(
+    http: httpx.AsyncClient, first: bool, others: dict[bool | None, int]
+) -> None:
+    """Who says nothing is given true, and says the same as who said true."""
+    await submitted(http, "k", **scaling(first))
+    assert {said: await status_of_repetition(http, said) for said in others} == others
+
+
+async def test_a_repetition_of_a_job_that_was_stored_without_a_scaling_is_that_job(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier releases gave none, and stored none where a job said false."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(JobSpec, "as_submitted", lambda spec: spec)
+        job, spec = await submitted(http, "k", **OLD)
+    assert spec.optimizer.signal_scaling is None
+    assert await submitted(http, "k", **OLD) == (job, spec)
+    assert await submitted(http, "k", **scaling(False)) == (job, spec)
+    assert await status_of_repetition(http, True) == 409
