@@ -36,8 +36,11 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm_children")
 TOLERANCE = 2e-4
 # Gradients of a micro-batch are rounded to 8 bits before they are added up, and several ranks cut a batch elsewhere.
 HALF_TOLERANCE = 0.03
-# Gradients that differ in last bits may round a moment to the next of 255 codes.
+# Gradients that differ in last bits may round a moment to the next of 255 codes: a weight in a thousand at most, and so
+# far at most. Which ones depends on the processor. The tolerance is that of metrics.
 EIGHT_BIT_TOLERANCE = 0.01
+OTHERWISE_ROUNDED = 1e-3
+FARTHEST_ROUNDED = 0.03
 # Of the largest weight: a step that was held moves some of them by less than a thousand times their last bit.
 ROUNDING = 2.0**-22
 
@@ -68,7 +71,7 @@ def check_equals_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
     objective, config, number = learner_process.RANK_CASES[case]
     learner_process.run_case(two_ranks, tmp_path / case, objective, learner_process.on_one_rank(config), number)
     model = learner_process.model_of(two_ranks, case)
-    check_same(model, tmp_path / case, two_ranks / case, tolerance_of(case))
+    check_same(model, tmp_path / case, two_ranks / case, tolerance_of(case), is_rounded="eight bits" in case)
 
 
 @pytest.mark.parametrize("case", learner_process.RANK_CASES_SOON)
@@ -105,15 +108,22 @@ def tolerance_of(case: str) -> float:
     return EIGHT_BIT_TOLERANCE if "eight bits" in case else TOLERANCE
 
 
-def check_same(model: Path, first: Path, second: Path, tolerance: float = TOLERANCE) -> None:
-    """Both learned the same from `model`."""
+def check_same(
+    model: Path, first: Path, second: Path, tolerance: float = TOLERANCE, *, is_rounded: bool = False
+) -> None:
+    """Both learned the same from `model`; where moments are rounded, but for a few weights."""
     start = load_weights(model)
     for stage in ("weights", "supervised"):
         one, two = (load_weights(root / stage) for root in (first, second))
         moved = largest_difference(start, one)
         assert moved > 1e-4, "the case must train something"
         largest = max(float(tensor.abs().max()) for tensor in one.values())
-        assert largest_difference(one, two) < tolerance * moved + ROUNDING * largest
+        farthest = FARTHEST_ROUNDED if is_rounded else tolerance
+        assert largest_difference(one, two) < farthest * moved + ROUNDING * largest
+        if is_rounded:
+            apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
+            is_far = apart > TOLERANCE * moved + ROUNDING * largest
+            assert is_far.float().mean() <= OTHERWISE_ROUNDED
     one_metrics, two_metrics = (json.loads((root / "metrics.json").read_text()) for root in (first, second))
     assert one_metrics == pytest.approx(two_metrics, rel=5 * tolerance, abs=tolerance / 10)
 
@@ -129,8 +139,8 @@ def test_more_ranks_equal_one_and_go_on_from_two(two_ranks: Path, tmp_path: Path
     run_ranks(tmp_path / "many", "many", number)
     for case in learner_process.cases_on(number):
         learner_process.run_case(two_ranks, tmp_path / case, *learner_process.RANK_CASES[case])
-        model = learner_process.model_of(two_ranks, case)
-        check_same(model, tmp_path / case, tmp_path / "many" / case, tolerance_of(case))
+        model, is_rounded = learner_process.model_of(two_ranks, case), "eight bits" in case
+        check_same(model, tmp_path / case, tmp_path / "many" / case, tolerance_of(case), is_rounded=is_rounded)
     start, two, other = (
         load_weights(root)
         for root in (two_ranks / "gspo" / "weights", two_ranks / "gspo" / "supervised", tmp_path / "many" / "from two")
