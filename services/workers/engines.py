@@ -346,7 +346,9 @@ class JobEngines:
 
     def _is_fresh(self, engine: WatchedEngine) -> bool:
         published = self._published
-        if published is None or engine.label is None or engine.label.version > published.version:
+        if published is None or engine.label is None:
+            return False  # its age is not known before the first look at what is published
+        if engine.label.version > published.version:
             return True  # published after the last look
         # A later step than the published one belongs to a lineage that a recovery gave up.
         step = self._steps.get(engine.label.version)

@@ -69,7 +69,7 @@ class Place:
     def say(self, number: int, **changes: Any) -> None:
         self.records[number] = msgspec.structs.replace(self.records[number], **changes)
 
-    def worker(self, *, in_place: bool = False, urls: tuple[str, ...] = ()) -> Worker:
+    def worker(self, *, in_place: bool = False, urls: tuple[str, ...] = (), watched: bool = True) -> Worker:
         counters = Counters()
         retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.01))
         table = EngineTable(self, urls, lambda url: EngineClient(url, self.http), time.monotonic, retrier, silence_s=5)
@@ -85,7 +85,8 @@ class Place:
             leaving=asyncio.Event(),
             in_place=in_place,
         )
-        self.tasks += [asyncio.create_task(table.watch()), asyncio.create_task(engines.watch())]
+        if watched:
+            self.tasks += [asyncio.create_task(table.watch()), asyncio.create_task(engines.watch())]
         return Worker(table, engines, counters)
 
 
@@ -150,6 +151,20 @@ async def test_what_is_not_ours_or_not_trusted_is_asked_nothing(place: Place) ->
     answers = await asyncio.gather(*(worker.ask() for _ in range(6)))
     assert {answer.engine_id for answer in answers} == {"http://ours"}
     assert [engine.num_generated for engine in others] == [0] * 5
+
+
+async def test_nothing_is_asked_before_the_age_of_its_weights_can_be_known(place: Place) -> None:
+    engine = place.add("stale", label=f"{JOB}/1/0")
+    place.published = [manifest(version) for version in range(4)]
+    worker = place.worker(watched=False)
+    await worker.table.refresh()
+    assert [str(one.label) for one in worker.table.serving(JOB)] == [f"{JOB}/1/0"]
+    assert (worker.engines.usable(), worker.engines.has_room()) == ([], False), "nobody has looked at the versions yet"
+    await worker.engines.refresh()
+    assert worker.engines.usable() == [], "three steps behind"
+    engine.label = engine.shown_label = f"{JOB}/1/3"
+    await worker.table.refresh()
+    assert worker.engines.has_room()
 
 
 async def test_an_engine_that_is_added_takes_load_at_once(place: Place) -> None:
