@@ -94,6 +94,8 @@ class Delivery:
         self._ended = ended
         self._counters = counters
         self._is_over = False
+        self.trace = ""
+        """Of a conversation: its id."""
         turn.deliveries.add(self)
 
     @property

@@ -70,6 +70,10 @@ class Forwarded:
     def num_prompt_tokens(self) -> int:
         return self._answering.num_prompt_tokens
 
+    @property
+    def trace(self) -> str:
+        return self._answering.trace
+
     def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         return aiter(self._answering)
 

@@ -126,7 +126,9 @@ class Talking:
             presented, _ = await self._known(key, num_turns=int(not is_given_again))
             job = await self._jobs.get(presented.job)
             conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
-            return await conversation.ask(ask)
+            delivery = await conversation.ask(ask)
+        delivery.trace = str(conversation.key.group)
+        return delivery
 
     async def count_tokens(self, key: str, ask: Ask) -> int:
         presented, _ = await self._known(key)

@@ -31,7 +31,8 @@ from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])
 for number in range(int(sys.argv[3])):
     said = [{"role": "system", "content": f"calculator {number}"}, {"role": "user", "content": "2 + 3"}]
-    client.chat.completions.create(model="policy", messages=said)
+    answer = client.chat.completions.with_raw_response.create(model="policy", messages=said)
+    print(answer.headers["x-gspo-trace"])
 """
 
 
@@ -46,9 +47,9 @@ def test_traces_of_a_running_job_are_trained_to_the_end(
         gateway = re.search(r"gateway (http\S+)", up.printed)
         assert gateway is not None
         talk = [str(AGENT_PYTHON), "-c", TALKER, f"{gateway[1]}/v1", key, str(CONVERSATIONS)]
-        subprocess.run(talk, check=True, timeout=600)
-        traces = [one["id"] for one in client.traces(job)]
+        traces = subprocess.run(talk, check=True, timeout=600, stdout=subprocess.PIPE, text=True).stdout.split()
         assert len(traces) == CONVERSATIONS
+        assert sorted(traces) == sorted(one["id"] for one in client.traces(job))
         client.cancel(job)
         up.until(lambda: client.job(job)["status"] == "cancelled")
         file = tmp_path / "groups.json"

@@ -42,6 +42,7 @@ class Scripted:
     gate: asyncio.Event | None = None
     refusal: Refusal | None = None
     num_behind: int = 0
+    trace: str = ""
 
     def answer(self, number: int) -> Answer:
         return Answer(
@@ -67,6 +68,7 @@ class FakeAnswering:
         self.id = self.answer.id
         self.created_at = self.answer.created_at
         self.num_prompt_tokens = self.answer.usage.num_prompt_tokens
+        self.trace = scripted.trace
         self.num_taken = 0
         self.fate: list[str] = []
         """``delivered`` and ``dropped``, as often as they were said."""

@@ -116,6 +116,19 @@ async def test_conversations_are_recorded_as_traces_to_the_token(place: Place) -
     assert (shown.num_turns, shown.num_tokens) == (3, sampled)
 
 
+async def test_an_answer_names_the_trace_that_keeps_it(place: Place) -> None:
+    key = await place.key()
+    named = []
+    for asked in (request(HI), request(user("good day")), request(HI, is_retry=True)):
+        delivery = await place.talking.ask(key, asked)
+        named.append(delivery.trace)
+        answer = await take(delivery)
+    follow_up = await place.talking.ask(key, request(HI, said(answer), user("and?")))
+    await take(follow_up)
+    first, other = map(str, await place.traces())
+    assert [*named, follow_up.trace] == [first, other, first, first]
+
+
 async def test_nothing_of_it_is_in_the_queue(place: Place) -> None:
     await place.say(await place.key(), HI)
     for name in ("groups", "episodes", "segments", "queue"):
