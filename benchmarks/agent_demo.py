@@ -264,9 +264,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="draw so many seeds instead")
-    parser.add_argument("--kinds", nargs="+", default=["environment", "agent"])
+    known = ["environment", *JOB_FILES]
+    said = "a seed with one kind alone is kept, and has no row"
+    parser.add_argument("--kinds", nargs="+", choices=known, default=known[:2], help=said)
     parser.add_argument("--again", action="store_true", help="run seeds whose result is there, too")
-    parser.add_argument("--play", choices=["environment", *JOB_FILES], help="one run in this process")
+    parser.add_argument("--play", choices=known, help="one run in this process")
     parser.add_argument("--model", type=Path, help="a demo's model for all of them; left out: each seed makes its own")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
@@ -289,6 +291,8 @@ def main() -> None:
             for name in (*kinds, *(kind + AGAIN for kind in kinds[::-1])):
                 how = {"has_own_model": arguments.model is None, "is_first": name == kinds[0], "commit": commit()}
                 kept[name] = run(name.removesuffix(AGAIN), model_dir, seed) | how
+                times = ", ".join(f"{kept[name][time]:.0f} s" for time in TIMES)
+                print(f"seed {seed}, {name}: {success([kept[name]])}; training, all, CPU: {times}", flush=True)
         KEPT.write_text(json.dumps(measured, indent=1) + "\n")
         KEPT.with_suffix(".md").write_text(page(measured))
     print(page(measured))

@@ -367,23 +367,22 @@ class JobSpec(Documented):
         if self.parent is not None or self.recorded is not None:
             return self
         named = self.with_name(default_name(self.objective))
-        return named.with_signal_scaling(True) if named.is_shaken_by_old_data else named
+        return named.with_signal_scaling(True) if named.wants_signal_scaling else named
 
     @property
-    def is_shaken_by_old_data(self) -> bool:
-        """Whether runs like it were seen to fall less often with `signal_scaling` (docs/staleness.md). A pull to a
-        reference acts without any signal, so its rate does not follow one."""
-        objective = self.objective
-        return objective.name == "gspo" and not objective.kl_coef and self.rollout.max_staleness >= OLD_DATA
+    def wants_signal_scaling(self) -> bool:
+        """Whether it says nothing of `signal_scaling`, and runs like it were seen to fall less often with it
+        (docs/staleness.md). A pull to a reference acts without any signal, so its rate does not follow one."""
+        objective, is_silent = self.objective, self.optimizer.signal_scaling is None
+        is_shaken = objective.name == "gspo" and not objective.kl_coef and self.rollout.max_staleness >= OLD_DATA
+        return is_silent and is_shaken
 
     def with_name(self, name: Name | None) -> Self:
         """With this name of its objective; the rest stays as it is."""
         return self.model_copy(update={"objective": self.objective.model_copy(update={"name": name})})
 
     def with_signal_scaling(self, scaling: bool | None) -> Self:
-        """With this one of its optimizer, unless the job says one itself."""
-        if self.optimizer.signal_scaling is not None:
-            return self
+        """With this one of its optimizer; the rest stays as it is."""
         return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"signal_scaling": scaling})})
 
 

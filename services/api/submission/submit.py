@@ -153,8 +153,8 @@ def filled_in_as(spec: Spec, held: JobRecord) -> Spec:
     theirs = held.spec_data.get("optimizer", {}).get("signal_scaling")
     named = spec.with_name(held.spec_data.get("objective", {}).get("name"))
     if theirs is None and not named.optimizer.signal_scaling:  # releases that gave none stored no false either
-        return named.model_copy(update={"optimizer": named.optimizer.model_copy(update={"signal_scaling": None})})
-    return named.with_signal_scaling(True) if named.is_shaken_by_old_data else named
+        return named.with_signal_scaling(None)
+    return named.with_signal_scaling(True) if named.wants_signal_scaling else named
 
 
 def _repository(directory: Path) -> tuple[Path, str]:
