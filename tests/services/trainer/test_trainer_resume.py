@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_core.replay.journey import arrive
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.api.http.errors import RequestRefused
@@ -163,7 +163,7 @@ def check_against_its_own_logs(loop: Loop, steps: int) -> None:
     """Bit for bit what the logs lead to, every version of every step; each group is in one step or dropped, never in
     two and never lost."""
     past = Past(loop.job_dir)
-    answer = replay(past, Question(1, steps))
+    answer = replay(past, ReplayQuestion(1, steps))
     assert answer.is_same
     assert all(one.versions for one in answer.steps)
     assert past.newest_epoch > 1
