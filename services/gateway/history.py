@@ -104,7 +104,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PrefixMatch:
     """Where a request goes on."""
 
     said: Sequence[bytes]
@@ -133,7 +133,7 @@ class Node:
     """Messages of the request that it stands for."""
     entry: TurnEntry
     words: str | None = None
-    """As ``Place.words``."""
+    """As ``PrefixMatch.words``."""
 
 
 class History:
@@ -185,7 +185,9 @@ class History:
             self._by_repeat_key[repeat_key] = entry
         return True
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> Place:
+    def place(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()
+    ) -> PrefixMatch:
         """``digests``: of the messages, where they are known. Raises ``ValueError`` for messages that cannot be
         read."""
         said = digests or of_messages(messages)
@@ -194,21 +196,21 @@ class History:
         if same := self._by_request.get(chain[-1]):
             again = same[-1]
             parent = None if again.parent is None else self.entries.get(again.parent)
-            return Place(said, chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
+            return PrefixMatch(said, chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
         found = next(self._nodes(messages, said, chain, tools), None)
         if found is None:
-            return Place(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
+            return PrefixMatch(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
         num_old, parent = found.num_old, found.entry
         reason = Rewritten.EDITED_HISTORY if self.is_continued(parent) else ""
         num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
-        return Place(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
+        return PrefixMatch(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
 
-    def answered(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
+    def answered(self, place: PrefixMatch, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
         """The messages that are answers of these turns, by their place."""
         nodes = self._nodes(messages, place.said, place.chain, tools)
         return {one.num_old - 1: one for one in nodes if messages[one.num_old - 1]["role"] == "assistant"}
 
-    def known(self, place: Place) -> list[int]:
+    def known(self, place: PrefixMatch) -> list[int]:
         """The places of messages that say what some turn has answered, in whatever conversation."""
         answers = {entry.answer for entry in self.entries.values() if entry.answer}
         return [number for number, one in enumerate(place.said) if one in answers]

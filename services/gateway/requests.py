@@ -94,7 +94,7 @@ def _fault(request: Request, error: Exception) -> Fault:
     return final(error.status_code, "method_not_allowed", f"{request.url.path} does not take {request.method}")
 
 
-class RequestMiddleware:
+class GatewayMiddleware:
     """Names each request and logs it when it is over. Answers for what nobody below answered for."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], seats: Seats) -> None:

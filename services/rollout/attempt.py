@@ -25,7 +25,7 @@ from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
 from services.workers.scoring import in_order, with_length, without_asking
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 from services.workers.timings import Timings
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class EpisodeAttempt:
     def __init__(
         self,
         setting: EpisodeSetting,
-        order: Order,
+        order: EpisodeSpec,
         session: Session,
         ledger: Ledger,
         record: Sequence[Segment] = (),

@@ -17,7 +17,7 @@ from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.api.http.errors import RequestRefused
-from services.api.submission.resuming import Wanted, resume
+from services.api.submission.resuming import ResumeRequest, resume
 from services.api.views.history import TrainedHistory
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def go_on(loop: Loop, **wanted: Any) -> None:
     context: Any = SimpleNamespace(store=loop.store, history=TrainedHistory(JobsDir(loop.job_dir.parent)))
-    await resume(context, await loop.store.jobs.get(loop.job), Wanted(**wanted))
+    await resume(context, await loop.store.jobs.get(loop.job), ResumeRequest(**wanted))
     await serve(loop)
 
 
