@@ -185,7 +185,7 @@ class AgentAttempt:
         return not self._meter.is_sampling and self._meter.own_s >= self._order.limits.episode_timeout_s
 
     def _look_at_end(self, ended: asyncio.Task[None]) -> None:
-        """An agent may well fail when it is refused what is beyond its limits: that is no failure of its own."""
+        """An agent that fails because it was refused a turn beyond its limits is not at fault."""
         error = ended.exception()
         refused = self._episode.stopped is not None and not isinstance(error, SessionLost)
         if not self._episode.history.entries:

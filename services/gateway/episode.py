@@ -418,7 +418,7 @@ class AgentEpisode:
             self._let_go(turn)
 
     def _close(self, parent: TurnEntry) -> None:
-        """A turn that is gone on from is over, though nobody may have asked for its end."""
+        """A turn with a continuation is over, even if no client waited for its end."""
         self._parts.touch(parent.number)
         if not parent.finish:
             sampled = self._tape.turns[parent.number].sampled

@@ -1,4 +1,4 @@
-"""Finds what a request goes on from: the turn whose whole conversation, with its answer, the request begins with.
+"""Matches a request to the longest stored conversation, with its answer, that the request begins with.
 
 Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what
 was stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is
@@ -216,7 +216,7 @@ class History:
         return [number for number, one in enumerate(place.said) if one in answers]
 
     def had(self, paid: Collection[int] = ()) -> set[int]:
-        """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
+        """Turns that the agent received: delivered to it, paid by it, or continued by a turn that it received."""
         had = {number for number in paid if number in self.entries}
         for number in sorted(self.entries, reverse=True):
             entry = self.entries[number]
@@ -271,7 +271,7 @@ class History:
         return best, words[best.number]
 
     def _freshest(self, equal: Iterable[TurnEntry]) -> TurnEntry:
-        """Of turns with the same answer: one that nothing goes on from, if there is one, else the newest."""
+        """Prefers a turn without a continuation; among several, or if all have one, the newest."""
         return max(equal, key=lambda entry: (not self.is_continued(entry), entry.number))
 
     def _why_new(

@@ -1,4 +1,4 @@
-"""One turn while agents wait for it: what is known of its answer so far, and who is being given it.
+"""A turn in progress: its answer so far, and the clients that wait for it.
 
 Rule: an answer is given whole or not at all; whoever waits is told of everything that is certain. It samples nothing.
 """

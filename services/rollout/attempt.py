@@ -72,7 +72,7 @@ class EpisodeAttempt:
 
     async def play(self) -> Outcome:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
-        self._leased_at = self._setting.clock()  # waiting for a place was no use of it
+        self._leased_at = self._setting.clock()  # time spent waiting for a place does not count
         stop = await (self._begin() if self._world is None else self._go_on(self._world))
         while stop is None:
             stop = await self._sample_turn() or await self._act()

@@ -139,7 +139,7 @@ class ResponsesWriter:
         out = self.piece(self._told.rest(answer))
         if not answer.text and not answer.calls:
             out += self._continue("message", "")
-        # Behind reasoning there is always something, so that it is never what was cut off.
+        # Reasoning is always followed by another item, so it is never what was cut off.
         out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
         whole = _response(self._question, self._heading, answer)
         return out + self._event(f"response.{whole['status']}", {"response": whole})

@@ -105,7 +105,7 @@ class FieldValue:
             yield name, FieldValue(value, f"{self.place}.{name}" if self.place else name)
 
     def object(self) -> dict[str, JSON]:
-        """As it is: for schemas and arguments, whose fields are anybody's."""
+        """Not checked further: schemas and arguments have fields that users define."""
         if not isinstance(self.value, dict):
             raise self.fault("must be an object")
         return self.value
