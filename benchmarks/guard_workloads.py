@@ -201,7 +201,7 @@ def sample_tokens() -> Work:
     import torch
 
     from services.engine.model import Decoder
-    from services.engine.scheduler import Request, Scheduler
+    from services.engine.scheduler import GenerateRequest, Scheduler
 
     decoder = Decoder(small_model(), device=torch.device("cpu"), dtype=torch.float32, context_length=None)
     scheduler = Scheduler(decoder, max_concurrency=16, prefix_cache_bytes=0)
@@ -211,7 +211,7 @@ def sample_tokens() -> Work:
         for _ in range(16):
             name = str(next(numbers))
             prompt = [generator.randrange(VOCABULARY) for _ in range(64)]
-            scheduler.submit(Request(name, prompt, 16, 1.0, frozenset(), 7, None, loop.create_future()))
+            scheduler.submit(GenerateRequest(name, prompt, 16, 1.0, frozenset(), 7, None, loop.create_future()))
         while scheduler.has_work:
             scheduler.step()
 

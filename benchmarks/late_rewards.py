@@ -34,7 +34,7 @@ from services.files.data_dir import DataDir
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.client import connect
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.queue_records import AwaitedReward
 from services.state.server import RedisServer
 from services.state.store import Claim, Store
@@ -153,7 +153,7 @@ class Agents:
             await self._pay()
             await asyncio.sleep(0.01)
 
-    async def _end(self, lease: EpisodeLease, token: str, version: int) -> None:
+    async def _end(self, lease: LeasedEpisode, token: str, version: int) -> None:
         last = episode(lease.key, 64, version)
         if self._dice.random() >= self._share:
             await self._bus.append(self._job, token, [Append(lease.key, 0, 0, encode(last), True, version)])

@@ -139,7 +139,7 @@ def make_learner(model_dir: Path, options: dict[str, Any], kl_coef: float) -> An
 def run_shape(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     import torch
 
-    from gspo_core.plan import Place, choose, read_shape
+    from gspo_core.plan import LearnerPlace, choose, read_shape
     from gspo_core.plan.memory import peak
     from tests.core.learner_support import write_model
 
@@ -162,7 +162,7 @@ def run_shape(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     for _ in range(2):  # from the second step on there are moments
         reset_high_water()
         learner.step(batch)
-    place = Place(1, "cpu", 0, has_reference=bool(case["kl_coef"]))
+    place = LearnerPlace(1, "cpu", 0, has_reference=bool(case["kl_coef"]))
     planned = peak(choose(read_shape(folder / "model"), learner.config, place).phases)
     return {**case, "needed": resident() - before, "planned": planned.device_total, "phase": planned.phase}
 

@@ -39,7 +39,7 @@ from gspo_core.log.records import AcceptedJob, VersionRecord, encode_record
 from gspo_core.log.trained import encode_trained
 from gspo_core.position import Position
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question, plan
+from gspo_core.replay.question import ReplayQuestion, plan
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
@@ -162,7 +162,7 @@ def look_with_the_library(folder: Path, steps: list[int]) -> list[Cost]:
             past.batch(step)
             assert len(past.published(step)) == 1
         with asking.measured():
-            takes = plan(Past(folder), Question(step, step))
+            takes = plan(Past(folder), ReplayQuestion(step, step))
         with forking.measured():
             found = origin.plan(JobDir(folder), step)
         assert takes.replayed < EVERY

@@ -33,7 +33,7 @@ import torch
 from benchmarks.replays_apart import Opened, replay_apart, replay_bundle
 from gspo_core.log import layout
 from gspo_core.replay.past import Past, PastError
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from tests.ladder.commit import commit_of
 
@@ -148,7 +148,7 @@ def look(place: Place, seed: int, commit: str, *, bundles: bool) -> Row:
 def _here(past: Past, step: int) -> Opened:
     said: list[str] = []
     try:
-        answer = replay(past, Question(step, step), said.append)
+        answer = replay(past, ReplayQuestion(step, step), said.append)
     except (PastError, ValueError, OSError) as error:
         return Opened(is_same=False, versions=0, num_replayed=0, problem=f"{type(error).__name__}: {error}")
     versions = len(answer.steps[0].versions)

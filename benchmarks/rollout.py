@@ -22,7 +22,7 @@ from types import FrameType
 import numpy as np
 
 from benchmarks.rollout_stage import CountingClient, LoopLag, Stage, machine, open_stage, resident_bytes
-from services.workers.worker import Worker
+from services.workers.worker import EpisodeWorker
 
 RESULTS = Path(__file__).with_name("results") / "rollout.md"
 TURN_TOKENS, PAGE_CHARS = 128, 350
@@ -140,7 +140,7 @@ async def windows(num_episodes: int, num_turns: int, rss: int, begun: int) -> li
     return found
 
 
-async def begin(stage: Stage, worker: Worker, num_episodes: int) -> tuple[float, int]:
+async def begin(stage: Stage, worker: EpisodeWorker, num_episodes: int) -> tuple[float, int]:
     """CPU ms of beginning an episode, and the memory before the first one."""
     claim_job = next(iter(stage.engine_urls))
     while claim_job not in worker._jobs:

@@ -41,7 +41,7 @@ from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 from services.workers.loading import load_job
-from services.workers.worker import Worker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # Ids have five or six digits, as those of large vocabularies mostly have: their JSON is what goes over the wire.
 FIRST_ID = 100_000
@@ -177,7 +177,7 @@ class Stage:
             await self.bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=task)
 
     @contextlib.asynccontextmanager
-    async def working(self, **changes: Any) -> AsyncIterator[Worker]:
+    async def working(self, **changes: Any) -> AsyncIterator[EpisodeWorker]:
         """A worker in this process."""
         given: dict[str, Any] = {
             "lease_s": 30.0,
@@ -190,7 +190,7 @@ class Stage:
             connect(self.redis_url) as redis,
         ):
             bus, store = Bus(redis, lease_s=given["lease_s"]), Store(redis, lease_s=given["lease_s"])
-            worker = Worker(
+            worker = EpisodeWorker(
                 config,
                 bus,
                 store,

@@ -26,7 +26,7 @@ from typing import Any
 from gspo_core.types import Split
 from services.state.client import RedisClient
 from services.state.queue import Append, Bus
-from services.state.queue_records import EpisodeLease
+from services.state.queue_records import LeasedEpisode
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 
@@ -69,7 +69,7 @@ class Bench:
     claim: Claim
     next_group: int = 0
 
-    async def lease(self, worker: str, count: int) -> tuple[str, list[EpisodeLease]]:
+    async def lease(self, worker: str, count: int) -> tuple[str, list[LeasedEpisode]]:
         """``count`` fresh episodes for a fresh lease of ``worker``."""
         job = self.claim.job_id
         for _ in range(0, count, 8):
@@ -143,7 +143,7 @@ async def bus_round(bench: Bench, num_clients: int, batch: int, payload: bytes, 
     connections = await connected(bench.url, num_clients)
     job = bench.claim.job_id
 
-    def client(bus: Bus, token: str, leases: list[EpisodeLease]) -> Callable[[], Awaitable[int]]:
+    def client(bus: Bus, token: str, leases: list[LeasedEpisode]) -> Callable[[], Awaitable[int]]:
         turn, index = 0, [0] * len(leases)
 
         async def call() -> int:

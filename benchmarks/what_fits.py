@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.model_shapes import QWEN3
 from gspo_core.learner_config import LearnerOptions, LoraConfig
-from gspo_core.plan import Place, choose, parse_machines, shape_of
+from gspo_core.plan import LearnerPlace, choose, parse_machines, shape_of
 from gspo_core.plan.machines import GIB
 
 RESULTS = Path(__file__).parent / "results" / "what_fits.md"
@@ -22,7 +22,7 @@ ADDITIONS = ("1xH100", "2xH100", "8xH100")
 
 def cell(name: str, gpus: str, lora: LoraConfig | None = None) -> str:
     machines = parse_machines(gpus)
-    place = Place(machines.num_devices, "cuda", machines.device.usable_bytes, longest=LONGEST)
+    place = LearnerPlace(machines.num_devices, "cuda", machines.device.usable_bytes, longest=LONGEST)
     choice = choose(shape_of(QWEN3[name]), LearnerOptions(lora=lora), place)
     if not choice.fits:
         return "-"

@@ -29,7 +29,7 @@ from benchmarks.worked_case_page import Without as WithoutGroup
 from gspo_core.json_value import JSON
 from gspo_core.log.changes import Without
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec, ParentSpec
 from gspo_core.types import Group
@@ -44,7 +44,7 @@ LAST = 30
 
 def look_into(past: Past, step: int) -> Look:
     """How far the groups of a step pulled, and what is told of the first."""
-    found = replay(past, Question(step, step, influence=True))
+    found = replay(past, ReplayQuestion(step, step, influence=True))
     pulls: list[Pull] = [
         {"group": one.group, "share": one.difference.share or 0.0, "cosine": one.difference.cosine}
         for one in found.influences
@@ -64,7 +64,7 @@ def look_into(past: Past, step: int) -> Look:
 def _largest_share(past: Past, step: int, group: Group) -> tuple[float, str]:
     found = []
     for one in group:
-        single = replay(past, Question(step, step, single=(group.group, one.key.member))).single
+        single = replay(past, ReplayQuestion(step, step, single=(group.group, one.key.member))).single
         assert single is not None
         found.append((single.loss, f"{group.group}/{one.key.member}"))
     return max(found, key=lambda one: abs(one[0]))
@@ -122,7 +122,7 @@ def measure(work: Path, seed: int) -> Measured:
         "step": step,
         "way": origin.plan(case.data.jobs.job(PARENT), step - 1).num_replayed,
         "control": case.weights("job_control") == case.weights(PARENT),
-        "same": replay(case.past, Question(step, LAST)).is_same,
+        "same": replay(case.past, ReplayQuestion(step, LAST)).is_same,
         "runs": [{"name": run.name, "curve": spelled(run.curve), "far": spelled(run.far)} for run in case.runs],
         "looks": looks,
         "without": otherwise(case.past, step, first),
@@ -130,7 +130,7 @@ def measure(work: Path, seed: int) -> Measured:
 
 
 def otherwise(past: Past, step: int, group: int) -> WithoutGroup:
-    answer = replay(past, Question(step, step, without=Without.parse([str(group)])))
+    answer = replay(past, ReplayQuestion(step, step, without=Without.parse([str(group)])))
     found = answer.otherwise
     assert found is not None
     return {

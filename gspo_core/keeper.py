@@ -16,7 +16,7 @@ import time
 
 from gspo_core import descendants
 
-# Killing what forks without end is given up then.
+# After this, processes that keep forking are left alone.
 SWEEP_S = 2.0
 
 

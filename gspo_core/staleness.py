@@ -44,8 +44,8 @@ def shared_step(version: Position, current: Position, forks: Mapping[int, Positi
     begins_anew = step == 0
     epoch, step = version.epoch, version.step
     while epoch not in reach:
-        # Who found nothing to go on from shares the beginning with everybody; the epoch before it may have died before
-        # it left a record.
+        # An epoch that resumed from nothing shares step 0 with every other; the epoch before it may have died before it
+        # left a record.
         if step == 0 or (begins_anew and epoch not in forks):
             return 0
         epoch, step = _origin(epoch, step, forks)

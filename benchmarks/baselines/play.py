@@ -28,9 +28,9 @@ from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.rollout.attempt import EpisodeAttempt
 from services.rollout.driver import EnvironmentDriver
-from services.state.queue import Append, EpisodeLease, Kept, Snapshot
+from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Retrier
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 
 JOB = "baselines"
 MAX_SWITCH = 20
@@ -212,7 +212,7 @@ async def _play(
 async def _attempt(
     setting: EpisodeSetting, spec: JobSpec, environment: Environment, task: Task, key: EpisodeKey
 ) -> None:
-    lease = EpisodeLease(
+    lease = LeasedEpisode(
         key=key,
         attempt=0,
         num_segments=0,
@@ -221,7 +221,7 @@ async def _attempt(
         environment=0,
         group_size=task.size,
     )
-    order = Order.from_spec(spec, environment, lease, CONTEXT_LENGTH)
+    order = EpisodeSpec.from_spec(spec, environment, lease, CONTEXT_LENGTH)
     ledger = Ledger(key, 0, order.temperature)
     session = environment.session(limits=order.limits, episode_id=str(key))
     try:

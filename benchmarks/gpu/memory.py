@@ -18,8 +18,7 @@ from benchmarks.gpu.models import model_at, sequences_of
 from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig, LearnerOptions, LoraConfig
 from gspo_core.objective_config import ObjectiveConfig
-from gspo_core.plan import Choice, choose, read_shape, usable
-from gspo_core.plan import Place as PlanPlace
+from gspo_core.plan import LayoutChoice, LearnerPlace, choose, read_shape, usable
 
 MODELS: dict[str, tuple[str, LoraConfig | None]] = {
     "Qwen3-0.6B": ("Qwen3-0.6B", None),
@@ -36,13 +35,13 @@ GIB = 2**30
 OPEN: dict[str, Any] = {"k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
 
 
-def plan_of(place: Place, options: LearnerOptions, directory: Path, length: int) -> Choice:
+def plan_of(place: Place, options: LearnerOptions, directory: Path, length: int) -> LayoutChoice:
     total = 8 * GIB if place.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
-    where = PlanPlace(1, "cuda", usable(total), longest=length)
+    where = LearnerPlace(1, "cuda", usable(total), longest=length)
     return choose(read_shape(directory), options, where)
 
 
-def config_of(choice: Choice, lora: LoraConfig | None) -> LearnerConfig:
+def config_of(choice: LayoutChoice, lora: LoraConfig | None) -> LearnerConfig:
     """What was planned, said as a job would."""
     return LearnerConfig(
         dtype="bfloat16",
@@ -55,7 +54,7 @@ def config_of(choice: Choice, lora: LoraConfig | None) -> LearnerConfig:
 @dataclass(frozen=True)
 class Measured:
     length: int
-    choice: Choice
+    choice: LayoutChoice
     held: int | None
     """None where the device does not say."""
 

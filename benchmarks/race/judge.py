@@ -20,7 +20,7 @@ from gspo_core.types import Split
 from services.engine.checkpoint import read_checkpoint
 from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
-from services.engine.scheduler import Request, Scheduler
+from services.engine.scheduler import GenerateRequest, Scheduler
 
 CONCURRENCY = 64
 
@@ -76,7 +76,7 @@ class Judge:
 
     async def _sample(self, engine: EmbeddedEngine, prompt: list[int], name: str) -> list[int]:
         task, draw, turn = map(int, name.split("/"))
-        request = Request(
+        request = GenerateRequest(
             rid=name,
             prompt=prompt,
             max_new_tokens=self._setting.max_turn_tokens,

@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 CONNECT_S = 10.0
 
 
-class Step(TypedDict, total=False):
+class StepAnswer(TypedDict, total=False):
     """The answer to ``reset`` and ``step``."""
 
     observation: dict[str, JSON] | None
@@ -178,8 +178,8 @@ class _OpenEnvConnection:
         parameters: ParameterSchema = {**action, "properties": properties}
         return _schema("step", str(action.get("description", "Take one action.")), parameters)
 
-    async def _observe(self, kind: str, data: Mapping[str, JSON]) -> Step:
-        return cast(Step, await self._ask(kind, data))
+    async def _observe(self, kind: str, data: Mapping[str, JSON]) -> StepAnswer:
+        return cast(StepAnswer, await self._ask(kind, data))
 
     async def _ask(self, kind: str, data: Mapping[str, JSON] | None) -> dict[str, JSON]:
         from websockets.exceptions import ConnectionClosed
@@ -203,7 +203,7 @@ def _schema(name: str, description: str, parameters: ParameterSchema) -> ToolSch
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _plain(data: Step) -> dict[str, JSON]:
+def _plain(data: StepAnswer) -> dict[str, JSON]:
     return {name: value for name, value in (data.get("observation") or {}).items() if name != "metadata"}
 
 

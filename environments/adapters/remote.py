@@ -33,7 +33,7 @@ class RemoteAnswer:
     done: bool = False
 
 
-class Connection(Protocol):
+class WorldConnection(Protocol):
     """One episode's line to a world elsewhere."""
 
     async def tools(self) -> Sequence[ToolSchema]: ...
@@ -49,7 +49,7 @@ class Connection(Protocol):
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]: ...
 
 
-Connect = Callable[[], AbstractAsyncContextManager[Connection]]
+Connect = Callable[[], AbstractAsyncContextManager[WorldConnection]]
 
 
 @dataclass
@@ -94,9 +94,9 @@ class RemoteSession:
     def __init__(self, environment: RemoteEnvironment, limits: PhaseLimits) -> None:
         self._environment = environment
         self._limits = limits
-        self._jobs: asyncio.Queue[Callable[[Connection], Awaitable[None]] | None]
+        self._jobs: asyncio.Queue[Callable[[WorldConnection], Awaitable[None]] | None]
         self._owner: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
+        self._connection: WorldConnection | None = None
         self._messages: list[Message] = []
         self._num_calls = 0
         self._is_over = False
@@ -183,14 +183,14 @@ class RemoteSession:
         timeout_s = self._limits.step_timeout_s
         return await self._ask(timeout_s, "act", lambda line: line.call(name, arguments))
 
-    async def _phase(self, phase: Phase, timeout_s: float, job: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _phase(self, phase: Phase, timeout_s: float, job: Callable[[WorldConnection], Awaitable[T]]) -> T:
         try:
             return await self._ask(timeout_s, phase, job)
         except TimeoutError:
             await self.close()
             raise EnvironmentFailed(phase, f"no answer within {timeout_s:g}s") from None
 
-    async def _ask(self, timeout_s: float, phase: Phase, job: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _ask(self, timeout_s: float, phase: Phase, job: Callable[[WorldConnection], Awaitable[T]]) -> T:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         assert self._owner is not None
         self._jobs.put_nowait(partial(_settle, job, answer))
@@ -220,7 +220,9 @@ class RemoteSession:
             raise owner.exception() or RuntimeError
 
 
-async def _settle(job: Callable[[Connection], Awaitable[T]], answer: asyncio.Future[T], connection: Connection) -> None:
+async def _settle(
+    job: Callable[[WorldConnection], Awaitable[T]], answer: asyncio.Future[T], connection: WorldConnection
+) -> None:
     try:
         result = await job(connection)
     except Exception as error:

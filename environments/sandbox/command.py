@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gspo_core
 from environments.sandbox.contract import Ended, SandboxFailed
-from environments.sandbox.runner import Order, Report, joined
+from environments.sandbox.runner import CommandOrder, Report, joined
 from gspo_core import landlock
 
 # Both: a wheel keeps the two packages in different folders.
@@ -67,7 +67,7 @@ def run(
     most_bytes: int,
 ) -> Ended:
     """Raises ``SandboxFailed``."""
-    order: Order = {
+    order: CommandOrder = {
         "program": list(program),
         "directory": directory,
         "variables": dict(environment),
@@ -83,7 +83,7 @@ def run(
     return Ended(report["status"], report["timed_out"], report["seconds"], output)
 
 
-def _run(order: Order) -> Report:
+def _run(order: CommandOrder) -> Report:
     words = [sys.executable, "-I", "-S", "-c", _ENTER, *PATHS]
     try:
         runner = subprocess.Popen(

@@ -25,7 +25,7 @@ _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _MOST_CAPABILITIES = 64
 
 
-class Order(TypedDict):
+class CommandOrder(TypedDict):
     """Everything that is decided about a command."""
 
     program: list[str]
@@ -54,11 +54,11 @@ def main() -> None:
     descendants.be_told_of_parents_end()
     signal.signal(signal.SIGTERM, _leave)
     descendants.adopt_orphans()
-    order: Order = json.loads(sys.stdin.buffer.read())
+    order: CommandOrder = json.loads(sys.stdin.buffer.read())
     sys.stdout.write(json.dumps(run(order)))
 
 
-def run(order: Order) -> Report:
+def run(order: CommandOrder) -> Report:
     output, said = os.pipe()
     refusals, refused = os.pipe()
     began = time.monotonic()
@@ -94,7 +94,7 @@ def _leave(number: int, frame: object) -> NoReturn:
     sys.exit(1)
 
 
-def _become(order: Order, output: int, refused: int) -> NoReturn:
+def _become(order: CommandOrder, output: int, refused: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and its children would

@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedPiece:
     """Contiguous tokens that belong to the same set of sequences."""
 
     start: int
@@ -44,7 +44,7 @@ class Packing:
     token_ids: Ids
     positions: Ids
     """Each token's position in its sequence, counted from 0."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedPiece, ...]
     """In layout order, without gaps."""
     rows: tuple[Ids, ...]
     """For each sequence, the locations of its tokens."""
@@ -113,7 +113,7 @@ class _Builder:
     def __init__(self, sequences: Sequence[Ids]) -> None:
         self._sequences = sequences
         self._rows = [np.zeros(len(ids), np.int64) for ids in sequences]
-        self._pieces: list[Piece] = []
+        self._pieces: list[PackedPiece] = []
         self._token_ids: list[Ids] = []
         self._positions: list[Ids] = []
         self._end = 0
@@ -145,7 +145,7 @@ class _Builder:
         if length:
             self._token_ids.append(self._sequences[members[0]][start:end])
             self._positions.append(np.arange(start, end))
-            self._pieces.append(Piece(self._end, length, context))
+            self._pieces.append(PackedPiece(self._end, length, context))
             for member in members:
                 self._rows[member][start:end] = np.arange(self._end, self._end + length)
             self._end += length
@@ -153,7 +153,7 @@ class _Builder:
 
     def build(self) -> Packing:
         if not self._pieces:
-            return Packing(np.zeros(1, np.int64), np.zeros(1, np.int64), (Piece(0, 1),), tuple(self._rows))
+            return Packing(np.zeros(1, np.int64), np.zeros(1, np.int64), (PackedPiece(0, 1),), tuple(self._rows))
         token_ids, positions = np.concatenate(self._token_ids), np.concatenate(self._positions)
         return Packing(token_ids, positions, tuple(self._pieces), tuple(self._rows))
 

@@ -57,7 +57,7 @@ def compile_template(source: str) -> Template:
     except ModuleNotFoundError:
         raise TemplateRefused("chat templates need the package jinja2: pip install 'jinja2>=3.1'") from None
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """``{% generation %}`` marks assistant text for other programs; ignored here."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
@@ -67,7 +67,7 @@ def compile_template(source: str) -> Template:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -31,7 +31,7 @@ from gspo_core.evaluation.chat_completions import Api, ChatCompletions, only_mod
 from gspo_core.evaluation.episode import World
 from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder
 from gspo_core.evaluation.played import REPORT_FILE, Played, read_played, read_setting
-from gspo_core.evaluation.policy import LocalPolicyOrder, Policy, PolicyUnusable
+from gspo_core.evaluation.policy import EvaluatedPolicy, LocalPolicyOrder, PolicyUnusable
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.json_value import JSON
 from gspo_core.spec import EpisodeLimits, Limits
@@ -148,7 +148,7 @@ class _Evaluation:
             source=self.source,
         )
 
-    async def _policy(self, stack: AsyncExitStack, model: str, key_env: str) -> Policy:
+    async def _policy(self, stack: AsyncExitStack, model: str, key_env: str) -> EvaluatedPolicy:
         given = self.arguments
         if model.startswith(("http://", "https://")):
             return await self._api(stack, model, os.environ.get(key_env) or None)
@@ -163,7 +163,7 @@ class _Evaluation:
         )
         return await stack.enter_async_context(local_policies().open_policy(order))
 
-    async def _api(self, stack: AsyncExitStack, address: str, key: str | None) -> Policy:
+    async def _api(self, stack: AsyncExitStack, address: str, key: str | None) -> EvaluatedPolicy:
         given = self.arguments
         url, _, name = address.partition("#")
         base_url = url.rstrip("/").removesuffix("/chat/completions")

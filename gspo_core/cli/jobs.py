@@ -78,7 +78,7 @@ def _is_confirmed(question: str) -> bool:
 
 
 def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
-    """``gspo set JOB optimizer.lr=5e-7``: values are JSON; what is none is text."""
+    """``gspo set JOB optimizer.lr=5e-7``: values are read as JSON, else taken as text."""
     changes: Settings = {}
     for assignment in assignments:
         key, is_assigned, text = assignment.partition("=")
@@ -259,7 +259,7 @@ def _read_json(file: str | None) -> JSON:
 
 
 def _assigned(assignments: Sequence[str]) -> dict[str, JSON]:
-    """By key; values are JSON, and what is none is text."""
+    """By key; values are read as JSON, else taken as text."""
     from gspo_core.log.changes import ImpossibleChange, parse_assignments
 
     try:

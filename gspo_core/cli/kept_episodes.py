@@ -9,22 +9,22 @@ from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.terminal import say
-from gspo_core.evaluation.played import SETTING_FILE, Place, Played, read_played
+from gspo_core.evaluation.played import SETTING_FILE, EpisodePlace, Played, read_played
 from gspo_core.messages import Message
 
 
-def evaluation_of(which: str) -> tuple[Path, Place | None] | None:
+def evaluation_of(which: str) -> tuple[Path, EpisodePlace | None] | None:
     """The folder that ``DIR`` or ``DIR/TASK/SAMPLE`` names, with the episode; None if it names none."""
     path = Path(which)
     if (path / SETTING_FILE).is_file():
         return path, None
     task, sample = path.parent.name, path.name
     if task.isdecimal() and sample.isdecimal() and (path.parent.parent / SETTING_FILE).is_file():
-        return path.parent.parent, Place(int(task), int(sample))
+        return path.parent.parent, EpisodePlace(int(task), int(sample))
     return None
 
 
-def show_kept(folder: Path, place: Place | None, *, limit: int, max_reward: float | None, as_json: bool) -> int:
+def show_kept(folder: Path, place: EpisodePlace | None, *, limit: int, max_reward: float | None, as_json: bool) -> int:
     played = read_played(folder)
     if place is not None:
         if place not in played:

@@ -35,14 +35,14 @@ BAR = 24
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeShares:
     """Seconds, and what each share of them went to, the largest first."""
 
     seconds: float
     shares: Mapping[str, float]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], metric: str, parts: Mapping[str, str]) -> Split | None:
+    def of(cls, rows: Sequence[Row], metric: str, parts: Mapping[str, str]) -> TimeShares | None:
         """``metric``: the name of a part's metric, with ``{}`` for the part. None if no row tells of any."""
         found = {part: _median(rows, metric.format(part)) for part in parts}
         told = {part: value for part, value in found.items() if value is not None}
@@ -60,19 +60,19 @@ class Split:
 class Profile:
     first: int
     last: int
-    step: Split
-    episode: Split | None
+    step: TimeShares
+    episode: TimeShares | None
     beside: Mapping[str, float]
     """Medians of the metrics that are no part of a step's or an episode's time."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Profile | None:
         """None of a job that has no step, or none that says where its time went."""
-        step = Split.of(rows, "time/{}_s", OF_A_STEP)
+        step = TimeShares.of(rows, "time/{}_s", OF_A_STEP)
         if step is None:
             return None
         beside = {name: value for name in BESIDE if (value := _median(rows, name)) is not None}
-        episode = Split.of(rows, "time/episode_{}_s", OF_AN_EPISODE)
+        episode = TimeShares.of(rows, "time/episode_{}_s", OF_AN_EPISODE)
         return cls(int(rows[0]["step"]), int(rows[-1]["step"]), step, episode, beside)
 
 
@@ -132,7 +132,7 @@ def advice(profile: Profile) -> str:
     return f"Sampling binds: {waits:.0%} of a step waits for groups. {_of_sampling(profile.episode)}"
 
 
-def _of_sampling(episode: Split | None) -> str:
+def _of_sampling(episode: TimeShares | None) -> str:
     if episode is None:
         return "Its episodes do not say where their time goes."
     part = next(iter(episode.shares))
@@ -147,7 +147,7 @@ def _of_sampling(episode: Split | None) -> str:
     )
 
 
-def _bars(split: Split, words: Mapping[str, str]) -> list[str]:
+def _bars(split: TimeShares, words: Mapping[str, str]) -> list[str]:
     width = max(map(len, words.values()))
     return [
         f"  {words[part]:<{width}}  {share:>4.0%}  {'█' * round(BAR * share):<{BAR}}  {share * split.seconds:.2f} s"
@@ -155,7 +155,7 @@ def _bars(split: Split, words: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _of_episodes(episode: Split | None) -> list[str]:
+def _of_episodes(episode: TimeShares | None) -> list[str]:
     if episode is None:
         return []
     return ["", f"an episode takes {episode.seconds:.2f} s", *_bars(episode, OF_AN_EPISODE)]

@@ -39,7 +39,7 @@ class StreamEnded(Exception):
     """The program writes nothing any more."""
 
 
-class Client(Protocol):
+class AcpClient(Protocol):
     """The side that a program asks and tells."""
 
     def answer(self, method: str, params: Mapping[str, JSON]) -> JSON:
@@ -51,10 +51,10 @@ class Client(Protocol):
         ...
 
 
-class Connection:
+class AcpConnection:
     """``reader`` has to be made with ``MAX_LINE_BYTES`` as its limit."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: Client) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: AcpClient) -> None:
         self._reader, self._writer, self._client = reader, writer, client
         self._num_asked = self._num_read = 0
 

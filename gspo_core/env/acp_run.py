@@ -22,8 +22,8 @@ from gspo_core.env.acp_messages import (
     AUTH_REQUIRED,
     MAX_LINE_BYTES,
     MAX_SHOWN_CHARS,
+    AcpConnection,
     BrokenProtocol,
-    Connection,
     RpcError,
     StreamEnded,
 )
@@ -125,7 +125,7 @@ class AcpSession:
             async with self._program(scratch, errors) as (process, reader):
                 assert process.stdin is not None
                 try:
-                    await self._converse(Connection(reader, process.stdin, self._client))
+                    await self._converse(AcpConnection(reader, process.stdin, self._client))
                 except BrokenProtocol as error:
                     raise AgentFailed(f"{name} wrote {error}") from None
                 except RpcError as error:
@@ -140,7 +140,7 @@ class AcpSession:
                     raise AgentFailed(f"{name} {how} before it answered {self._doing}: {words}") from None
         return self._client.said
 
-    async def _converse(self, connection: Connection) -> None:
+    async def _converse(self, connection: AcpConnection) -> None:
         async with asyncio.timeout(self._begin_s):
             asked: dict[str, JSON] = {"protocolVersion": PROTOCOL_VERSION, "clientCapabilities": dict(CAPABILITIES)}
             told = await self._ask(connection, "initialize", asked)
@@ -163,11 +163,11 @@ class AcpSession:
             if answer["stopReason"] != "end_turn":
                 break
 
-    async def _ask(self, connection: Connection, method: str, params: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    async def _ask(self, connection: AcpConnection, method: str, params: Mapping[str, JSON]) -> Mapping[str, JSON]:
         self._doing = method
         return await connection.request(method, params)
 
-    async def _prompted(self, connection: Connection, session: str, prompt: str) -> Mapping[str, JSON]:
+    async def _prompted(self, connection: AcpConnection, session: str, prompt: str) -> Mapping[str, JSON]:
         self._doing = "session/prompt"
         asked: dict[str, JSON] = {"sessionId": session, "prompt": [{"type": "text", "text": prompt}]}
         number = await connection.ask(self._doing, asked)

@@ -24,7 +24,7 @@ from gspo_core.env.agent_urls import AgentService, UrlRun
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.plain import reward_range_of
 from gspo_core.env.session import as_reward
-from gspo_core.env.tasks import TaskList, read_tasks
+from gspo_core.env.tasks import EnvironmentTasks, read_tasks
 from gspo_core.env.tools import error_text
 from gspo_core.environment_contract import (
     NO_REWARD,
@@ -141,8 +141,8 @@ class AgentEnvironment:
     async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         return await self._tasks[split].get(index)
 
-    def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> AgentEpisode:
-        return AgentEpisode(self, limits or Timeouts(), episode_id)
+    def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> LocalAgentSession:
+        return LocalAgentSession(self, limits or Timeouts(), episode_id)
 
     def describe(self) -> Description:
         return description(self)
@@ -188,14 +188,14 @@ class AgentEnvironment:
                 f"{self.name} is a function; with agent.url or agent.command, name a class or an object with tasks"
             )
 
-    def _read_tasks(self, split: Split) -> TaskList:
+    def _read_tasks(self, split: Split) -> EnvironmentTasks:
         holder = self.home
         if self.is_function and "tasks" in self.config:
             holder = SimpleNamespace(**{key: self.config.get(key) for key in ("tasks", "eval_tasks")})
         try:
             if inspect.isclass(holder):
                 holder = holder(**self.config)
-            return read_tasks(self.name, split, holder) or TaskList(self.name, split)
+            return read_tasks(self.name, split, holder) or EnvironmentTasks(self.name, split)
         except InvalidEnvironment:
             raise
         except Exception as error:  # the author's code: an __init__, or a property that reads files
@@ -230,7 +230,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class AgentEpisode:
+class LocalAgentSession:
     """One episode of an agent. ``offer``, ``start``, ``ended``, ``score``, ``close``, in this order."""
 
     def __init__(self, environment: AgentEnvironment, limits: PhaseLimits, episode_id: str) -> None:

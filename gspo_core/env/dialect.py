@@ -15,7 +15,7 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall
 
 
-class Dialect:
+class EnvironmentDialect:
     """Ours. Stateless."""
 
     uses_docstring = True

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_core.env.dialect import Dialect
+from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.prompt import docstring_prompt
 from gspo_core.env.session import PlainSession
-from gspo_core.env.tasks import TASK_MEMBERS, TaskList, read_tasks
+from gspo_core.env.tasks import TASK_MEMBERS, EnvironmentTasks, read_tasks
 from gspo_core.env.tools import Tool, error_text
 from gspo_core.environment_contract import InvalidEnvironment, PhaseLimits, Timeouts, description
 from gspo_core.environment_records import Description
@@ -31,7 +31,7 @@ RESERVED_NAMES = frozenset(
 )
 """Never tools, like every name that begins with an underscore."""
 
-OURS = Dialect()
+OURS = EnvironmentDialect()
 
 
 class PlainEnvironment:
@@ -44,7 +44,7 @@ class PlainEnvironment:
         *,
         name: str,
         use_docstring: bool = True,
-        dialect: Dialect = OURS,
+        dialect: EnvironmentDialect = OURS,
         judged_elsewhere: bool = False,
     ) -> None:
         """``judged_elsewhere``: the class needs no ``get_reward``, because its user knows the reward."""
@@ -107,7 +107,7 @@ class PlainEnvironment:
                 message = f"{self.name}: the config {sorted(self._config)} does not fit its __init__: {error}"
                 raise InvalidEnvironment(message) from None
 
-    def _read_tasks(self, split: Split) -> TaskList:
+    def _read_tasks(self, split: Split) -> EnvironmentTasks:
         try:
             return self._find_tasks(split)
         except InvalidEnvironment:
@@ -118,7 +118,7 @@ class PlainEnvironment:
                 f"{self.name}: its {name} cannot be read: {type(error).__name__}: {error}"
             ) from error
 
-    def _find_tasks(self, split: Split) -> TaskList:
+    def _find_tasks(self, split: Split) -> EnvironmentTasks:
         """They belong to the class, or to an instance made to hold them."""
         tasks_name, _ = TASK_MEMBERS[split]
         static = inspect.getattr_static(self.cls, tasks_name, None)
@@ -132,7 +132,7 @@ class PlainEnvironment:
         if found is not None:
             return found
         # A world without tasks has one: the seed alone tells its episodes apart.
-        return TaskList(self.name, split, [{}] if split is Split.TRAIN else [])
+        return EnvironmentTasks(self.name, split, [{}] if split is Split.TRAIN else [])
 
     def _make_example(self) -> Any:
         try:
@@ -145,7 +145,7 @@ class PlainEnvironment:
             raise InvalidEnvironment(f"{self.name}: creating an instance failed: {error_text(error)}") from error
 
 
-def _find_tools(cls: type, dialect: Dialect) -> list[Tool]:
+def _find_tools(cls: type, dialect: EnvironmentDialect) -> list[Tool]:
     """By name. Properties and callables that instances store are no tools."""
     tools = []
     for name in sorted(dir(cls)):

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
-from gspo_core.env.dialect import Dialect
+from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.prompt import first_messages
 from gspo_core.env.tools import ArgumentError, Tool, error_text
 from gspo_core.environment_contract import Context, EnvironmentFailed, Observation, Phase, PhaseLimits, Start
@@ -38,7 +38,7 @@ class SessionHome(Protocol):
     """The part of an environment that a session needs; ``PlainEnvironment`` is one."""
 
     name: str
-    dialect: Dialect
+    dialect: EnvironmentDialect
     cls: type
     system_prompt: str | None
     tools_by_name: dict[str, Tool]

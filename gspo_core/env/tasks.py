@@ -21,7 +21,7 @@ Task: TypeAlias = Mapping[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
-class TaskList:
+class EnvironmentTasks:
     """``read_tasks`` makes one."""
 
     owner: str
@@ -53,7 +53,7 @@ class TaskList:
             caller.close()
 
 
-def read_tasks(owner: str, split: Split, holder: object) -> TaskList | None:
+def read_tasks(owner: str, split: Split, holder: object) -> EnvironmentTasks | None:
     """The tasks that ``holder`` has under the usual names; None if it has none. Raises ``InvalidEnvironment``."""
     tasks_name, count_name = TASK_MEMBERS[split]
     tasks = getattr(holder, tasks_name, None)
@@ -63,7 +63,7 @@ def read_tasks(owner: str, split: Split, holder: object) -> TaskList | None:
         count = getattr(holder, count_name, None)
         if not isinstance(count, int):
             raise InvalidEnvironment(f"{owner}: {tasks_name}(index) needs {count_name}, the number of tasks")
-        return TaskList(owner, split, tasks, count)
+        return EnvironmentTasks(owner, split, tasks, count)
     if isinstance(tasks, Iterator) or not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
         raise InvalidEnvironment(
             f"{owner}: {tasks_name} is a {type(tasks).__name__}; it must be a list, or a function of an index "
@@ -71,4 +71,4 @@ def read_tasks(owner: str, split: Split, holder: object) -> TaskList | None:
         )
     if len(tasks) and not isinstance(tasks[0], Mapping):
         raise InvalidEnvironment(f"{owner}: each of {tasks_name} must be a dict, not a {type(tasks[0]).__name__}")
-    return TaskList(owner, split, tasks)
+    return EnvironmentTasks(owner, split, tasks)

@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
-from gspo_core.env.dialect import Dialect
+from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.session import PlainSession, as_reward
 from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool
@@ -48,7 +48,7 @@ class RewardFunction(Protocol):
 Factory: TypeAlias = Callable[[], object] | Mapping[str, Callable[[], object]]
 
 
-class TrlDialect(Dialect):
+class TrlDialect(EnvironmentDialect):
     uses_docstring = False
 
     def is_tool(self, member: object) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from gspo_core.endings import TurnTally, settled_reward
 from gspo_core.env import AgentEnvironment, AgentSession, Environment, EnvironmentFailed, Session
-from gspo_core.evaluation.played import Place, Played
-from gspo_core.evaluation.policy import Conversation, Policy, PolicyFailed, Turn
+from gspo_core.evaluation.played import EpisodePlace, Played
+from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyConversation, PolicyFailed, Turn
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message
 from gspo_core.observations import within
@@ -39,7 +39,7 @@ class World:
         return (self.environment.reward_range or (0.0, 0.0))[0]
 
 
-async def play(world: World, policy: Policy, place: Place, seed: int) -> Played:
+async def play(world: World, policy: EvaluatedPolicy, place: EpisodePlace, seed: int) -> Played:
     """Raises ``PolicyUnusable``."""
     began = world.clock()
     failure = ""
@@ -57,7 +57,7 @@ async def play(world: World, policy: Policy, place: Place, seed: int) -> Played:
 class _Play:
     """One attempt."""
 
-    def __init__(self, world: World, policy: Policy, place: Place, seed: int) -> None:
+    def __init__(self, world: World, policy: EvaluatedPolicy, place: EpisodePlace, seed: int) -> None:
         self._world = world
         self._place, self._seed = place, seed
         self._policy = policy
@@ -94,12 +94,14 @@ class _Play:
             messages=self._messages,
         )
 
-    async def _begin(self, session: Session, conversation: Conversation, task: Mapping[str, JSON]) -> StopReason | None:
+    async def _begin(
+        self, session: Session, conversation: PolicyConversation, task: Mapping[str, JSON]
+    ) -> StopReason | None:
         start = await session.start(task, self._seed)
         self._messages += start.messages
         return conversation.begin(start)
 
-    async def _take_turn(self, session: Session, conversation: Conversation, began: float) -> StopReason | None:
+    async def _take_turn(self, session: Session, conversation: PolicyConversation, began: float) -> StopReason | None:
         limits = self._world.limits
         if (remaining := self._remaining_tokens()) <= 0:
             return StopReason.MAX_TOKENS
@@ -142,7 +144,7 @@ class _Play:
 
 
 async def _play_agent(
-    world: World, environment: AgentEnvironment, policy: Policy, place: Place, seed: int, began: float
+    world: World, environment: AgentEnvironment, policy: EvaluatedPolicy, place: EpisodePlace, seed: int, began: float
 ) -> Played:
     """One attempt of an agent that owns its loop. What it asks for, and is answered, passes by us."""
     task = await environment.task(world.split, place.task)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_core.evaluation.episode import World, play
-from gspo_core.evaluation.played import SETTING_FILE, Place, Played, PlayedFile, read_played, read_setting
-from gspo_core.evaluation.policy import Policy, PolicyUnusable
+from gspo_core.evaluation.played import SETTING_FILE, EpisodePlace, Played, PlayedFile, read_played, read_setting
+from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyUnusable
 from gspo_core.json_value import JSON
 
 VERSION = 1
@@ -46,8 +46,8 @@ class EvalSetting:
     """A digest of the file that the environment is in."""
     version: int = VERSION
 
-    def places(self) -> list[Place]:
-        return [Place(task, sample) for sample in range(self.samples) for task in self.tasks]
+    def places(self) -> list[EpisodePlace]:
+        return [EpisodePlace(task, sample) for sample in range(self.samples) for task in self.tasks]
 
     def to_json(self) -> dict[str, JSON]:
         found: dict[str, JSON] = json.loads(json.dumps(asdict(self)))
@@ -89,7 +89,7 @@ def open_folder(folder: Path, setting: EvalSetting) -> None:
 async def evaluate(
     setting: EvalSetting,
     world: World,
-    policy: Policy,
+    policy: EvaluatedPolicy,
     folder: Path,
     *,
     concurrency: int,

@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class MeanScore:
     """A mean with its interval."""
 
     mean: float
@@ -40,7 +40,7 @@ class Score:
         return asdict(self)
 
 
-def score(values_by_task: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> Score | None:
+def score(values_by_task: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> MeanScore | None:
     """The score of the episodes' values, one sequence for each task; tasks without a value do not count.
 
     None without any value.
@@ -53,9 +53,9 @@ def score(values_by_task: Sequence[Sequence[float]], confidence: float = CONFIDE
     mean = math.fsum(means) / len(means)
     if all(value in (0, 1) for values in tasks for value in values):
         low, high = _share_interval(mean, means, num_episodes, confidence)
-        return Score(mean, low, high, "wilson", len(tasks), num_episodes, confidence)
+        return MeanScore(mean, low, high, "wilson", len(tasks), num_episodes, confidence)
     low, high = mean_interval(means, confidence)
-    return Score(mean, low, high, "t", len(tasks), num_episodes, confidence)
+    return MeanScore(mean, low, high, "t", len(tasks), num_episodes, confidence)
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:

@@ -18,7 +18,7 @@ from gspo_core.messages import Message
 SETTING_FILE, EPISODES_FILE, REPORT_FILE = "eval.json", "episodes.jsonl", "report.json"
 
 
-class Place(NamedTuple):
+class EpisodePlace(NamedTuple):
     """Names an episode of an evaluation."""
 
     task: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 class Played:
     """One episode and its end."""
 
-    place: Place
+    place: EpisodePlace
     seed: int
     """Of the environment; the same for all episodes of a task."""
     stop: str
@@ -57,10 +57,10 @@ class Played:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Played:
-        return cls(**{**given, "place": Place(*given["place"])})
+        return cls(**{**given, "place": EpisodePlace(*given["place"])})
 
 
-def read_played(folder: Path) -> dict[Place, Played]:
+def read_played(folder: Path) -> dict[EpisodePlace, Played]:
     """The episodes that ``folder`` holds."""
     file = folder / EPISODES_FILE
     if not file.is_file():

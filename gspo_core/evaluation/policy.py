@@ -38,7 +38,7 @@ class Turn:
     """The limit that cut it off."""
 
 
-class Conversation(Protocol):
+class PolicyConversation(Protocol):
     """One episode of a policy. ``begin`` once, then ``answer`` and ``read`` in turn."""
 
     def begin(self, start: Start) -> StopReason | None:
@@ -57,8 +57,8 @@ class Conversation(Protocol):
         ...
 
 
-class Policy(Protocol):
-    def converse(self, name: str, seed: int, limits: EpisodeLimits) -> Conversation:
+class EvaluatedPolicy(Protocol):
+    def converse(self, name: str, seed: int, limits: EpisodeLimits) -> PolicyConversation:
         """``name`` and ``seed``: of the episode."""
         ...
 
@@ -85,6 +85,6 @@ class LocalPolicyOrder:
 class LocalPolicies(Protocol):
     """What the service offers: policies that have their weights here."""
 
-    def open_policy(self, order: LocalPolicyOrder) -> AbstractAsyncContextManager[Policy]:
+    def open_policy(self, order: LocalPolicyOrder) -> AbstractAsyncContextManager[EvaluatedPolicy]:
         """Raises ``PolicyUnusable``."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gspo_core.evaluation.comparison import PolicyDifference, difference
 from gspo_core.evaluation.evaluation import EvalSetting
-from gspo_core.evaluation.intervals import Score, score
+from gspo_core.evaluation.intervals import MeanScore, score
 from gspo_core.evaluation.played import Played
 from gspo_core.json_value import JSON
 
@@ -26,7 +26,7 @@ class EvalReport:
     episodes: Sequence[Played]
 
     @property
-    def reward(self) -> Score | None:
+    def reward(self) -> MeanScore | None:
         return score(list(self.rewards().values()))
 
     @property
@@ -37,10 +37,10 @@ class EvalReport:
         """By task."""
         return by_task(self.episodes, lambda one: one.reward)
 
-    def parts(self) -> dict[str, Score]:
+    def parts(self) -> dict[str, MeanScore]:
         return self._named("parts")
 
-    def metrics(self) -> dict[str, Score]:
+    def metrics(self) -> dict[str, MeanScore]:
         return self._named("metrics")
 
     def stops(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class EvalReport:
             if (mean := self.mean(count)) is not None:
                 yield f"{mean:.3g} {name}"
 
-    def _named(self, kind: str) -> dict[str, Score]:
+    def _named(self, kind: str) -> dict[str, MeanScore]:
         names = sorted({name for one in self.episodes for name in getattr(one, kind)})
         found = {name: score(list(by_task(self.episodes, _getter(kind, name)).values())) for name in names}
         return {name: one for name, one in found.items() if one is not None}
@@ -143,7 +143,7 @@ def _getter(kind: str, name: str) -> Callable[[Played], float | None]:
     return get
 
 
-def _scored(found: Score | None) -> str:
+def _scored(found: MeanScore | None) -> str:
     if found is None:
         return "no episode has one"
     scale, unit = (100.0, " %") if found.is_share else (1.0, "")

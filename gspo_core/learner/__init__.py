@@ -6,7 +6,7 @@ use only what is named here; user settings live in `gspo_core.learner_config`.
 """
 
 from gspo_core.learner.conditions import compute_as, computing, device_here
-from gspo_core.learner.policy import Copy, Policy, UnsupportedModel
+from gspo_core.learner.policy import Copy, TrainedPolicy, UnsupportedModel
 from gspo_core.learner.ranks import Ranks
 from gspo_core.learner.state import UnknownFormat, check_state
 from gspo_core.learner.training import Learner, LearnerCounters
@@ -15,8 +15,8 @@ __all__ = [
     "Copy",
     "Learner",
     "LearnerCounters",
-    "Policy",
     "Ranks",
+    "TrainedPolicy",
     "UnknownFormat",
     "UnsupportedModel",
     "check_state",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from gspo_core.batch.packing import Packing
-from gspo_core.learner.context import Context
+from gspo_core.learner.context import ContextRanks
 
 PACKED = "gspo_packed"
 # Arguments that models pass but that do not change plain causal attention.
@@ -39,7 +39,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
-    split: Context | None = None,
+    split: ContextRanks | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

@@ -25,7 +25,7 @@ class UnsupportedSplit(ValueError):
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextRanks:
     """The ranks that share each row of tokens."""
 
     group: dist.ProcessGroup

@@ -14,7 +14,7 @@ from gspo_core.learner.policy import UnsupportedModel
 from gspo_core.learner.ranks import Ranks
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.plan import (
-    Place,
+    LearnerPlace,
     UnknownShape,
     arrangement_problem,
     choose,
@@ -38,7 +38,7 @@ def settled(
     if device.type != "cuda":
         return first_choice(config)
     total = torch.cuda.get_device_properties(device).total_memory
-    place = Place(
+    place = LearnerPlace(
         ranks.num_ranks,
         "cuda",
         usable(total),
@@ -59,7 +59,7 @@ def _check_heads(model_dir: Path, config: LearnerConfig, ranks: Ranks) -> None:
         raise UnsupportedModel(problem)
 
 
-def settled_at(model_dir: Path, config: LearnerConfig, place: Place) -> LearnerConfig:
+def settled_at(model_dir: Path, config: LearnerConfig, place: LearnerPlace) -> LearnerConfig:
     """The same at a place that is given. A family whose memory cannot be planned recomputes its activations."""
     try:
         shape = planned_shape(model_dir, config)

@@ -44,7 +44,7 @@ class Copy:
         self.complete(directory)
 
 
-class Policy(nn.Module, ABC):
+class TrainedPolicy(nn.Module, ABC):
     """A model that is trained. Its parameters are plain tensors on one rank; on several, DTensors that are sharded by
     rows, or whatever `settle` and `sum_between_copies` are written for. Those that require a gradient are trained."""
 
@@ -87,14 +87,14 @@ class Policy(nn.Module, ABC):
 _OF_LEARNER = frozenset({"policy", "micro_batch_tokens", "fused_optimizer", "offload_moments"})
 
 
-def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> Policy:
+def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> TrainedPolicy:
     """The policy that the configuration names; each rank holds its part of the model at `model_dir`."""
     module: Any = import_module(POLICIES[config.policy])
     known = _OF_LEARNER | module.OPTIONS
     for name, field in LearnerOptions.model_fields.items():
         if name not in known and getattr(config, name) not in (field.get_default(), *_SETTLED.get(name, ())):
             raise UnsupportedModel(f"learner.{name}: the policy {config.policy} does not know it; leave it out")
-    policy: Policy = module.load_policy(model_dir, config, device, ranks)
+    policy: TrainedPolicy = module.load_policy(model_dir, config, device, ranks)
     return policy
 
 

@@ -20,7 +20,7 @@ from gspo_core.batch.packing import Packing
 from gspo_core.bounds import exceeds
 from gspo_core.learner.attention import UnsupportedAttention
 from gspo_core.learner.compilation import compile_layers
-from gspo_core.learner.context import Context, UnsupportedSplit
+from gspo_core.learner.context import ContextRanks, UnsupportedSplit
 from gspo_core.learner.float32 import in_float32
 from gspo_core.learner.logprobs import chosen_logprobs
 from gspo_core.learner.low_rank import (
@@ -38,7 +38,7 @@ from gspo_core.learner.model_directory import (
     open_model,
 )
 from gspo_core.learner.narrow import compute_in
-from gspo_core.learner.policy import Copy, Policy, UnsupportedModel
+from gspo_core.learner.policy import Copy, TrainedPolicy, UnsupportedModel
 from gspo_core.learner.publishing import Origin, adapter_copy, origin_of, published_adapter_copy, whole_copy
 from gspo_core.learner.ranks import Ranks, owners, whole
 from gspo_core.learner.recomputation import recompute
@@ -56,11 +56,11 @@ MAX_FORWARD_DIFFERENCE = 1e-3
 OPTIONS = frozenset(LearnerOptions.model_fields)
 """Of the learner's options, those that this policy knows: all."""
 
-_Extra = dict[str, Packing | Context]
+_Extra = dict[str, Packing | ContextRanks]
 """What a model hands on to its attention."""
 
 
-class PolicyModel(Policy):
+class PolicyModel(TrainedPolicy):
     """Wraps a causal language model; runs everything in one forward call, as FSDP requires."""
 
     def __init__(
@@ -69,7 +69,7 @@ class PolicyModel(Policy):
         *,
         dtype: torch.dtype,
         chunk_tokens: int,
-        context: Context | None = None,
+        context: ContextRanks | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class PolicyModel(Policy):
         hidden = self._hidden(micro_batch.token_ids, micro_batch.positions, micro_batch.rows_N, extra)
         return self._score(hidden, micro_batch.targets_N, micro_batch.temperatures_N)
 
-    def _split(self, micro_batch: MicroBatch, context: Context) -> Tensor:
+    def _split(self, micro_batch: MicroBatch, context: ContextRanks) -> Tensor:
         """The same, each rank of `context` computing its part of the tokens."""
         packing, device = micro_batch.packing, micro_batch.token_ids.device
         assert packing is not None, "a job that splits padded rows is refused"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gspo_core.learner.context import Context
+from gspo_core.learner.context import ContextRanks
 from gspo_core.learner_config import LearnerOptions
 from gspo_core.plan import arrangement_problem, share_of
 
@@ -86,12 +86,12 @@ class Ranks:
         """Whether this rank speaks for those that compute the same micro-batches, which sums must hold once."""
         return self.rank % self.context_parallel == 0
 
-    def context(self, device: torch.device) -> Context | None:
+    def context(self, device: torch.device) -> ContextRanks | None:
         """Those that share each micro-batch with this rank; None where each has its own."""
         if self.context_parallel == 1:
             return None
         mesh = _mesh(device.type, (self.num_shares, self.context_parallel), dist.group.WORLD)
-        return Context(mesh.get_group(1), mesh.get_local_rank(1), self.context_parallel)
+        return ContextRanks(mesh.get_group(1), mesh.get_local_rank(1), self.context_parallel)
 
     def shard(self, model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, device: torch.device) -> None:
         """Shard parameters, gradients and moments over the ranks (FSDP2), computing in `dtype`.

@@ -41,7 +41,7 @@ class ImpossibleChange(ValueError):
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, JSON]:
-    """``KEY=VALUE`` each; values are JSON, and what is none is text. Raises ImpossibleChange."""
+    """``KEY=VALUE`` each; values are read as JSON, else taken as text. Raises ImpossibleChange."""
     values: dict[str, JSON] = {}
     for assignment in assignments:
         key, is_assigned, text = assignment.partition("=")

@@ -8,7 +8,7 @@ is told to users cannot drift from what is done. It imports no torch.
 """
 
 from gspo_core.plan.arrangement import arrangement_problem
-from gspo_core.plan.choice import Choice, Place, choose, first_choice, refusal
+from gspo_core.plan.choice import LayoutChoice, LearnerPlace, choose, first_choice, refusal
 from gspo_core.plan.job import JobPlan, plan_job
 from gspo_core.plan.machines import Machines, parse_machines, usable
 from gspo_core.plan.memory import (
@@ -28,12 +28,12 @@ __all__ = [
     "FLOAT",
     "ROUNDED_AT_ONCE",
     "UPDATED_AT_ONCE_BYTES",
-    "Choice",
     "JobPlan",
+    "LayoutChoice",
+    "LearnerPlace",
     "Machines",
     "ModelShape",
     "PhaseMemory",
-    "Place",
     "Setting",
     "UnknownShape",
     "arrangement_problem",

@@ -25,7 +25,7 @@ Layout = Literal["shared", "packed", "padded"]
 
 
 @dataclass(frozen=True)
-class Place:
+class LearnerPlace:
     """Where a learner runs, and what it is asked to do there."""
 
     num_ranks: int
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """Settings, and what they take."""
 
     setting: Setting
@@ -84,14 +84,14 @@ def _without_auto(checkpointing: Checkpointing) -> Checkpointing:
     return False if checkpointing == "auto" else checkpointing
 
 
-def choose(shape: ModelShape, options: LearnerOptions, place: Place) -> Choice:
+def choose(shape: ModelShape, options: LearnerOptions, place: LearnerPlace) -> LayoutChoice:
     """The first settings that fit; where none does, those that need least, marked so."""
     found = [_weigh(setting, options, place) for setting in _settings(shape, options, place)]
     fitting = [one for one in found if one.fits]
     return fitting[0] if fitting else min(found, key=lambda one: one.peak.device_total)
 
 
-def _settings(shape: ModelShape, options: LearnerOptions, place: Place) -> Iterator[Setting]:
+def _settings(shape: ModelShape, options: LearnerOptions, place: LearnerPlace) -> Iterator[Setting]:
     """What is offloaded is slow, so it comes last."""
     plain = _setting(shape, first_choice(options), place)
     yield from _sizes(plain, options, place)
@@ -99,7 +99,7 @@ def _settings(shape: ModelShape, options: LearnerOptions, place: Place) -> Itera
         yield from _sizes(dataclasses.replace(plain, is_offloaded=True), options, place)
 
 
-def _sizes(plain: Setting, options: LearnerOptions, place: Place) -> Iterator[Setting]:
+def _sizes(plain: Setting, options: LearnerOptions, place: LearnerPlace) -> Iterator[Setting]:
     checkpointing = options.activation_checkpointing
     for is_checkpointed in (False, True) if checkpointing == "auto" else (bool(checkpointing),):
         tokens = plain.tokens
@@ -113,7 +113,7 @@ def _sizes(plain: Setting, options: LearnerOptions, place: Place) -> Iterator[Se
             tokens //= 2
 
 
-def _setting(shape: ModelShape, options: LearnerOptions, place: Place) -> Setting:
+def _setting(shape: ModelShape, options: LearnerOptions, place: LearnerPlace) -> Setting:
     is_half = options.dtype == "bfloat16" or (options.dtype == "auto" and place.device == "cuda")
     assert isinstance(options.micro_batch_tokens, int)
     return Setting(
@@ -137,14 +137,14 @@ def _setting(shape: ModelShape, options: LearnerOptions, place: Place) -> Settin
     )
 
 
-def _weigh(setting: Setting, options: LearnerOptions, place: Place) -> Choice:
+def _weigh(setting: Setting, options: LearnerOptions, place: LearnerPlace) -> LayoutChoice:
     layout = "shared" if options.layout == "auto" else options.layout
     phases = tuple(plan_memory(setting))
     fits = place.device == "cpu" or peak(phases).device_total <= place.usable_bytes
-    return Choice(setting, layout, phases, fits)
+    return LayoutChoice(setting, layout, phases, fits)
 
 
-def fewest_ranks(shape: ModelShape, options: LearnerOptions, place: Place) -> int | None:
+def fewest_ranks(shape: ModelShape, options: LearnerOptions, place: LearnerPlace) -> int | None:
     """The number of ranks, in powers of two, on which it would fit."""
     ranks = place.num_ranks
     while ranks < MAX_RANKS:
@@ -154,7 +154,7 @@ def fewest_ranks(shape: ModelShape, options: LearnerOptions, place: Place) -> in
     return None
 
 
-def refusal(choice: Choice, options: LearnerOptions, place: Place) -> str:
+def refusal(choice: LayoutChoice, options: LearnerOptions, place: LearnerPlace) -> str:
     """Why it does not fit, and what would."""
     worst = choice.peak
     largest = sorted(worst.on_device.items(), key=lambda item: -item[1])[:3]
@@ -164,7 +164,7 @@ def refusal(choice: Choice, options: LearnerOptions, place: Place) -> str:
     return f"the model does not fit: it needs {need}, and {place.usable_bytes / GIB:.1f} can be used; {'; '.join(ways)}"
 
 
-def _ways_out(choice: Choice, options: LearnerOptions, place: Place) -> Iterator[str]:
+def _ways_out(choice: LayoutChoice, options: LearnerOptions, place: LearnerPlace) -> Iterator[str]:
     shape = choice.setting.shape
     if options.activation_checkpointing is False:
         yield "set learner.activation_checkpointing to auto"
@@ -192,7 +192,7 @@ def _offloaded(options: LearnerOptions) -> LearnerOptions:
     return options.model_copy(update={"offload_moments": True})
 
 
-def fewest_sharing(shape: ModelShape, options: LearnerOptions, place: Place) -> int | None:
+def fewest_sharing(shape: ModelShape, options: LearnerOptions, place: LearnerPlace) -> int | None:
     """How many ranks would have to share each sequence, so that it fits on those that there are."""
     for number in range(options.context_parallel + 1, place.num_ranks + 1):
         tried = options.model_copy(update={"context_parallel": number})

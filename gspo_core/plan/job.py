@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_core.plan.arrangement import arrangement_problem
-from gspo_core.plan.choice import Choice, Place, choose, refusal
+from gspo_core.plan.choice import LayoutChoice, LearnerPlace, choose, refusal
 from gspo_core.plan.machines import Machines
 from gspo_core.plan.shapes import ModelShape, planned_shape
 from gspo_core.plan.step_time import StepTime, Work, predict_step
@@ -16,7 +16,7 @@ from gspo_core.spec import JobSpec
 @dataclass(frozen=True)
 class JobPlan:
     machines: Machines
-    choice: Choice
+    choice: LayoutChoice
     refusal: str | None
     """Why it cannot run there, and what would help."""
     step: StepTime
@@ -28,7 +28,7 @@ def plan_job(spec: JobSpec, machines: Machines, shape: ModelShape | None = None)
     """Raises `UnknownShape`. Reads the model's configuration unless `shape` is given."""
     shape = shape or planned_shape(Path(spec.model), spec.learner)
     context = spec.longest_sequence
-    place = Place(
+    place = LearnerPlace(
         num_ranks=machines.num_devices,
         device="cuda",
         usable_bytes=machines.device.usable_bytes,

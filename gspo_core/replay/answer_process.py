@@ -15,7 +15,7 @@ from pathlib import Path
 from gspo_core.log.changes import ImpossibleChange
 from gspo_core.replay import telling
 from gspo_core.replay.past import Past, PastError
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 
 _NICENESS = 5
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     [folder] = arguments
     os.nice(_NICENESS)
     try:
-        question = Question.of(json.load(sys.stdin))
+        question = ReplayQuestion.of(json.load(sys.stdin))
         answer = replay(Past(Path(folder)), question, lambda text: print(text, file=sys.stderr, flush=True))
         if question.single is not None and answer.single is None:
             group, member = question.single

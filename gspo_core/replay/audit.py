@@ -20,7 +20,7 @@ from gspo_core.log.checkpoints import DAMAGE, UnknownCheckpointFormat, decode_fo
 from gspo_core.log.manifests import decode_manifest, encode_manifest
 from gspo_core.position import Position
 from gspo_core.replay.bundle import model_digests
-from gspo_core.replay.chain import Chain, ChainLink, Published, Start
+from gspo_core.replay.chain import Chain, ChainLink, ChainStart, Published
 from gspo_core.replay.past import DamagedPast, NotKept, Past, digests
 from gspo_core.staleness import staleness
 from gspo_core.types import Trajectory
@@ -61,7 +61,7 @@ def audit(past: Past, job: str, last: int | None = None, wanted: Wanted = none_w
     start, steps = whole_way(past, end)
     _check_forks(past)
     accepted = _sha256((past.folder / layout.ACCEPTED).read_bytes())
-    found = Audited(Chain(job, accepted, Start("base", 0, {}, {}), ()))
+    found = Audited(Chain(job, accepted, ChainStart("base", 0, {}, {}), ()))
     for at in past.checkpoints:
         if at.step <= end:
             _check_checkpoint(past, at)
@@ -95,15 +95,15 @@ def whole_way(past: Past, end: int) -> tuple[Position | None, list[int]]:
     raise NotKept(f"nothing that is kept leads to step {end}")
 
 
-def _start(past: Past, start: Position | None, found: Audited) -> Start:
+def _start(past: Past, start: Position | None, found: Audited) -> ChainStart:
     if start is not None:
         files = digests(past.folder / layout.CHECKPOINTS / layout.step_name(start))
-        return Start("checkpoint", start.step, files, _published(past, start.step, found))
+        return ChainStart("checkpoint", start.step, files, _published(past, start.step, found))
     model = {f"{MODEL}/{name}": value for name, value in model_digests(Path(past.spec.model)).items()}
     published = _published(past, past.begun_after, found)
     if past.origin is not None:
-        return Start("parent", past.begun_after, model | digests(past.origin.folder), published)
-    return Start("base", 0, model, published)
+        return ChainStart("parent", past.begun_after, model | digests(past.origin.folder), published)
+    return ChainStart("base", 0, model, published)
 
 
 def model_difference(chain: Chain, model: Path) -> list[str]:

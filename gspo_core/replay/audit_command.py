@@ -27,7 +27,7 @@ _EPISODE = re.compile(r"(?P<group>\d+)(?:/(?P<member>\d+))?")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EpisodeFilter:
     """Episodes that are looked for; without a member, a whole group."""
 
     given: frozenset[tuple[int, int | None]]
@@ -109,7 +109,7 @@ def _tell(
 ) -> int:
     if version is not None:
         last = _step_of(past, version)
-    wanted = Wanted(frozenset(map(_episode, given.episode)), frozenset(given.user))
+    wanted = EpisodeFilter(frozenset(map(_episode, given.episode)), frozenset(given.user))
     found = audit(past, folder.resolve().name, last, wanted)
     if version is not None and version not in found.kept_versions:
         raise DamagedPast(f"version {version} is not in the history of the job")
@@ -135,13 +135,13 @@ def _step_of(past: Past, version: int) -> int:
 
 def _trained_again(past: Past, found: Audited) -> list[int]:
     """The steps whose weights are not those that were published."""
-    from gspo_core.replay.question import Question
+    from gspo_core.replay.question import ReplayQuestion
     from gspo_core.replay.replaying import replay
 
     chain = found.chain
     if not chain.links:
         return []
-    question = Question(chain.start.step + 1, chain.last)
+    question = ReplayQuestion(chain.start.step + 1, chain.last)
     answer = replay(past, question, lambda text: print(text, file=sys.stderr, flush=True))
     return [step.step for step in answer.steps if not all(one.is_same for one in step.versions)]
 

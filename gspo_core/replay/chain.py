@@ -35,7 +35,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ChainStart:
     """What the first link goes on from."""
 
     kind: str
@@ -66,7 +66,7 @@ class Chain:
     job: str
     accepted: str
     """sha256 of the record of its specification."""
-    start: Start
+    start: ChainStart
     links: tuple[ChainLink, ...]
 
     @property
@@ -74,7 +74,7 @@ class Chain:
         return digests_of(self)[-1]
 
     @property
-    def stages(self) -> tuple[Start | ChainLink, ...]:
+    def stages(self) -> tuple[ChainStart | ChainLink, ...]:
         """The beginning and the links."""
         return (self.start, *self.links)
 
@@ -112,7 +112,7 @@ def decode_chain(data: bytes) -> Chain:
             raise BadChain(f"the chain has format {record['format']}, this release reads {FORMAT}")
         told = [record["start"].pop("digest"), *(link.pop("digest") for link in record["links"])]
         links = tuple(_link(link) for link in record["links"])
-        start = Start(**{**record["start"], "published": _versions(record["start"])})
+        start = ChainStart(**{**record["start"], "published": _versions(record["start"])})
         chain = Chain(record["job"], record["accepted"], start, links)
         digests = digests_of(chain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

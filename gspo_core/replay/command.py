@@ -21,7 +21,7 @@ from gspo_core.replay.bundle import check_model, unpack
 from gspo_core.replay.journey import say_nothing
 from gspo_core.replay.on_ranks import met
 from gspo_core.replay.past import Past, PastError
-from gspo_core.replay.question import Question, parse_episode
+from gspo_core.replay.question import ReplayQuestion, parse_episode
 from gspo_core.replay.replaying import replay
 
 # No job has a step of sixteen digits.
@@ -84,7 +84,7 @@ def _past(job: str, data_dir: str | None, model: Path | None, stack: contextlib.
 
 def _replay(past: Past, first: int, last: int, arguments: argparse.Namespace, *, is_first: bool) -> int:
     try:
-        question = Question(
+        question = ReplayQuestion(
             first,
             last,
             settings=parse_assignments(arguments.set),

@@ -19,7 +19,7 @@ from gspo_core.spec import JobSpec
 
 
 @dataclass(frozen=True)
-class Question:
+class ReplayQuestion:
     """What is asked of the steps ``first`` to ``last``."""
 
     first: int
@@ -70,7 +70,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplaySteps:
     """What it takes to answer a question."""
 
     start: Position | None
@@ -83,7 +83,7 @@ class Plan:
     """Of the steps asked for."""
 
 
-def plan(past: Past, question: Question) -> Plan:
+def plan(past: Past, question: ReplayQuestion) -> ReplaySteps:
     """Raises PastError, ImpossibleChange: what it raises not, the past has all of."""
     batches = [past.whole_batch(step) for step in range(question.first, question.last + 1)]
     question.checked(past.spec, batches)
@@ -94,7 +94,9 @@ def plan(past: Past, question: Question) -> Plan:
     start, num_replayed = past.journey_to(question.first - 1)
     num_groups = sum(len(batch.groups) for batch in batches) if question.influence else 0
     times = 1 + question.changes + num_groups
-    return Plan(start, num_replayed, num_replayed + times * len(batches), tuple(batch.epoch for batch in batches))
+    return ReplaySteps(
+        start, num_replayed, num_replayed + times * len(batches), tuple(batch.epoch for batch in batches)
+    )
 
 
 def parse_episode(text: str | None) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from gspo_core.replay.comparison import Difference, Parameters, Sameness, differ
 from gspo_core.replay.journey import Say, arrive, compute_alike, new_learner, say_nothing
 from gspo_core.replay.on_ranks import shared_folder
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.token_shares import BranchShares, LossLedger
 from gspo_core.types import Trajectory
 
@@ -64,7 +64,7 @@ class SingleEpisode:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplayFindings:
     job_model: str
     start: str
     """Where it came from: a checkpoint, or the base model."""
@@ -84,7 +84,7 @@ class Answer:
         return all(one.is_same for step in self.steps for one in step.versions)
 
 
-def replay(past: Past, question: Question, say: Say = say_nothing) -> Answer:
+def replay(past: Past, question: ReplayQuestion, say: Say = say_nothing) -> ReplayFindings:
     """Raises PastError, ImpossibleChange."""
     batches = [past.whole_batch(step) for step in range(question.first, question.last + 1)]
     spec = question.checked(past.spec, batches)
@@ -100,7 +100,7 @@ def replay(past: Past, question: Question, say: Say = say_nothing) -> Answer:
         steps, single = work.as_it_was(arrived.learner, arrived.tuning, say)
         taken = arrived.learner.parameters()
         start = "the base model" if arrived.start is None else f"the checkpoint of step {arrived.start.step}"
-        answer = Answer(past.spec.model, start, arrived.num_replayed, tuple(steps), single=single)
+        answer = ReplayFindings(past.spec.model, start, arrived.num_replayed, tuple(steps), single=single)
         del arrived
         if question.changes:
             other, losses, single = work.otherwise(Tuning(spec), question.without, say)
@@ -114,7 +114,7 @@ def replay(past: Past, question: Question, say: Say = say_nothing) -> Answer:
 class _Work:
     """One question, with the state before its first step in a folder."""
 
-    def __init__(self, past: Past, question: Question, batches: Sequence[LoggedBatch], folder: Path) -> None:
+    def __init__(self, past: Past, question: ReplayQuestion, batches: Sequence[LoggedBatch], folder: Path) -> None:
         self._past, self._question, self._batches, self._folder = past, question, batches, folder
         self.state = folder / "before"
 

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from gspo_core.replay import tables
 from gspo_core.replay.past import Past
-from gspo_core.replay.tables import EpisodeRow, MetricRow, StepRow, TokenColumns
+from gspo_core.replay.tables import BranchColumns, EpisodeRow, MetricRow, StepRow
 
 RowT = TypeVar("RowT", StepRow, EpisodeRow, MetricRow)
 # Of metrics, which do not come step by step.
@@ -121,7 +121,7 @@ def _value(value: object) -> object:
     return list(value.items()) if isinstance(value, dict) else value
 
 
-def _token_table(branches: Sequence[TokenColumns]) -> pa.Table:
+def _token_table(branches: Sequence[BranchColumns]) -> pa.Table:
     columns = {}
     for field in TOKENS:
         pieces = [np.broadcast_to(getattr(one, field.name), one.token.shape) for one in branches]

@@ -68,7 +68,7 @@ class MetricRow:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenColumns(BranchTokens):
+class BranchColumns(BranchTokens):
     """The tokens of one branch, and where it stands."""
 
     step: int
@@ -120,13 +120,13 @@ def episode_rows(past: Past, batch: LoggedBatch) -> Iterator[EpisodeRow]:
             )
 
 
-def token_columns(past: Past, batch: LoggedBatch) -> Iterator[TokenColumns]:
+def token_columns(past: Past, batch: LoggedBatch) -> Iterator[BranchColumns]:
     ages: Mapping[str, int] = batch.extra.get("staleness", {})
     trained = trained_logprobs(past, batch)
     for episode in batch.trajectories:
         place = (episode.key.group, episode.key.member)
         for number, one in enumerate(tokens_of(episode, ages, trained.get(place))):
-            yield TokenColumns(**vars(one), step=batch.step, group=place[0], member=place[1], branch=number)
+            yield BranchColumns(**vars(one), step=batch.step, group=place[0], member=place[1], branch=number)
 
 
 def trained_logprobs(past: Past, batch: LoggedBatch) -> MemberLogprobs:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from gspo_core.json_value import JSON
 from gspo_core.replay.comparison import Difference, Sameness
-from gspo_core.replay.replaying import Answer, SingleEpisode
+from gspo_core.replay.replaying import ReplayFindings, SingleEpisode
 from gspo_core.replay.token_shares import BranchShares
 
 NUM_SHOWN_INFLUENCES = 20
 
 
-def as_text(answer: Answer) -> Iterator[str]:
+def as_text(answer: ReplayFindings) -> Iterator[str]:
     yield f"from {answer.start}, {answer.num_replayed} logged steps before the first one asked for"
     for step in answer.steps:
         versions = [_sameness_text(one) for one in step.versions] or ["no version of it was recorded"]
@@ -65,13 +65,13 @@ def _single_text(single: SingleEpisode) -> Iterator[str]:
             )
 
 
-def as_record(answer: Answer) -> dict[str, JSON]:
+def as_record(answer: ReplayFindings) -> dict[str, JSON]:
     found = _finite(_record(answer))
     assert isinstance(found, dict)
     return found
 
 
-def _record(answer: Answer) -> dict[str, JSON]:
+def _record(answer: ReplayFindings) -> dict[str, JSON]:
     return {
         "model": answer.job_model,
         "start": answer.start,

@@ -25,14 +25,14 @@ from gspo_core.json_value import JSON
 from gspo_core.outbound import guard_connections, parse_networks
 from gspo_core.testing import excerpts
 from gspo_core.testing.report import Check
-from gspo_core.testing.watch import Witness, timeouts_of, validate
+from gspo_core.testing.watch import ExaminationWatcher, timeouts_of, validate
 from gspo_core.types import Split
 
 # Enough to meet a long one where they differ little, few enough for a person to wait.
 NUM_PROMPTS = 16
 
 
-class Order(TypedDict, total=False):
+class ExaminationOrder(TypedDict, total=False):
     """``do`` decides which of the others are there."""
 
     do: Literal["validate", "schema", "tasks", "play", "prompts"]
@@ -53,11 +53,11 @@ class Order(TypedDict, total=False):
     first: int
     count: int
     task: int
-    turns: list[excerpts.ScriptedTurn] | None
+    turns: list[excerpts.TurnScript] | None
     seed: int
 
 
-class Teller(Witness):
+class Teller(ExaminationWatcher):
     """Writes lines of JSON: ``{"check": ...}``, or ``{"act": ..., "seconds": ...}``."""
 
     def __init__(self, descriptor: int) -> None:
@@ -83,10 +83,10 @@ class Told(TypedDict, total=False):
 
 
 class Result(TypedDict):
-    result: JSON | excerpts.TaskExcerpt | excerpts.Played | Starts
+    result: JSON | excerpts.TaskExcerpt | excerpts.PlayedExcerpt | Starts
 
 
-class Refusal(TypedDict):
+class ErrorResult(TypedDict):
     error: str
 
 
@@ -105,11 +105,11 @@ def main() -> None:
     os._exit(0)  # whatever still hangs ends with it
 
 
-def _order(text: str) -> Order:
+def _order(text: str) -> ExaminationOrder:
     if text.isdecimal():
         with os.fdopen(int(text), "r", encoding="utf-8") as file:
             text = file.read()
-    order: Order = json.loads(text)
+    order: ExaminationOrder = json.loads(text)
     return order
 
 
@@ -119,7 +119,7 @@ def _bound(memory_bytes: int, file_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _validated(order: Order) -> JudgedRecord:
+def _validated(order: ExaminationOrder) -> JudgedRecord:
     model = Path(order["model"]) if order["model"] else None
     timeout_s, agent, telling = order["timeout_s"], order.get("agent"), order.get("telling")
     witness = None if telling is None else Teller(telling)
@@ -128,7 +128,7 @@ def _validated(order: Order) -> JudgedRecord:
     ).to_json()
 
 
-def _loaded(order: Order) -> Environment:
+def _loaded(order: ExaminationOrder) -> Environment:
     agent = order.get("agent")
     if agent is None:
         return load_environment(order["ref"], order["config"])
@@ -139,7 +139,7 @@ def _loaded(order: Order) -> Environment:
     return load_environment(order["ref"], order["config"], agent=AgentStart.from_json(agent))
 
 
-def _excerpt(order: Order) -> Result | Refusal:
+def _excerpt(order: ExaminationOrder) -> Result | ErrorResult:
     """``{"result": ...}``, or ``{"error": text}`` about the environment or the question."""
     try:
         environment = _loaded(order)

@@ -27,7 +27,7 @@ from gspo_core.testing.prompts import PromptMeter, prompt_check
 from gspo_core.testing.random_calls import Action, random_actions
 from gspo_core.testing.rehearsal import (
     Rehearsal,
-    Stage,
+    RehearsalStage,
     Transcript,
     rehearse,
     seed_everything,
@@ -54,7 +54,7 @@ class Subject:
     timeouts: Timeouts
     oracle: Oracle | None = None
     meter: PromptMeter | None = None
-    stage: Stage = field(default_factory=Stage)
+    stage: RehearsalStage = field(default_factory=RehearsalStage)
 
     async def rehearse(self, task: Mapping[str, JSON], actions: Sequence[Action], *, chance: int = 0) -> Transcript:
         return await rehearse(self.environment, task, actions, self.timeouts, chance=chance, stage=self.stage)
@@ -363,7 +363,7 @@ async def _threads_left(num_before: int) -> int:
     return left
 
 
-def _blocking(stage: Stage) -> Iterator[Check]:
+def _blocking(stage: RehearsalStage) -> Iterator[Check]:
     """Nothing where nothing blocks, as in most worlds."""
     if stage.blocked is not None:
         phase, seconds = stage.blocked

@@ -29,23 +29,23 @@ class TaskExcerpt(TypedDict):
     tasks: list[JSON]
 
 
-class Played(TypedDict):
+class PlayedExcerpt(TypedDict):
     transcript: list[JSON]
     stop_reason: str | None
     reward: float
     reward_parts: dict[str, float]
 
 
-class ScriptedCall(TypedDict):
+class CallScript(TypedDict):
     name: str
     arguments: dict[str, JSON]
 
 
-class ScriptedTurn(TypedDict, total=False):
+class TurnScript(TypedDict, total=False):
     """One turn of the policy."""
 
     text: str
-    calls: list[ScriptedCall]
+    calls: list[CallScript]
 
 
 def schema(environment: Environment) -> JSON:
@@ -83,9 +83,9 @@ async def play(
     timeouts: Timeouts,
     split: Split,
     index: int,
-    turns: Sequence[ScriptedTurn] | None,
+    turns: Sequence[TurnScript] | None,
     seed: int,
-) -> Played:
+) -> PlayedExcerpt:
     """One episode with the given turns; None: those of its oracle. Raises ``EnvironmentFailed``, ``LookupError``."""
     task = await environment.task(split, index)
     given = _by_oracle(environment, task) if turns is None else [_turn(one) for one in turns[:MAX_TURNS]]
@@ -122,7 +122,7 @@ def _by_oracle(environment: Environment, task: Mapping[str, JSON]) -> list[Parse
     return [as_turn(action) for action in oracle(**task)][:MAX_TURNS]
 
 
-def _turn(given: ScriptedTurn) -> ParsedTurn:
+def _turn(given: TurnScript) -> ParsedTurn:
     calls = tuple(
         ToolCall(call["name"], dict(call["arguments"]), CallStatus.OK, "", 0, 1) for call in given.get("calls", ())
     )

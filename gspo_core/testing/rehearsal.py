@@ -63,7 +63,7 @@ class Transcript:
 
 
 @dataclass
-class Stage:
+class RehearsalStage:
     """Where an examination stands, for whoever watches it from another thread."""
 
     act: str = "loading it"
@@ -81,8 +81,8 @@ class Stage:
 class Rehearsal:
     """One episode, act by act."""
 
-    def __init__(self, environment: Environment, timeouts: Timeouts, stage: Stage | None = None) -> None:
-        self._stage = stage or Stage()
+    def __init__(self, environment: Environment, timeouts: Timeouts, stage: RehearsalStage | None = None) -> None:
+        self._stage = stage or RehearsalStage()
         self.session: Session = environment.session(limits=timeouts, episode_id="rehearsal")
         self.transcript = Transcript()
         self._paid = 0.0
@@ -134,7 +134,7 @@ async def rehearse(
     timeouts: Timeouts,
     *,
     chance: int = 0,
-    stage: Stage | None = None,
+    stage: RehearsalStage | None = None,
 ) -> Transcript:
     """Raises ``EnvironmentFailed``. ``chance``: where the generators stand that a program shares."""
     seed_everything(chance)

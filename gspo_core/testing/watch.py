@@ -35,7 +35,7 @@ from gspo_core.json_value import JSON
 from gspo_core.testing.agent_checks import examine_agent
 from gspo_core.testing.checks import Oracle, Subject, examine
 from gspo_core.testing.prompts import PromptMeter
-from gspo_core.testing.rehearsal import Stage
+from gspo_core.testing.rehearsal import RehearsalStage
 from gspo_core.testing.report import Check, EnvironmentReport, Status
 
 _BEAT_S = 0.05
@@ -53,7 +53,7 @@ _MACHINERY = (_OURS, str(Path(asyncio.__file__).parent), threading.__file__)
 Examined: TypeAlias = type | str | Environment | Callable[..., object]
 
 
-class Witness:
+class ExaminationWatcher:
     """Follows an examination. This one is told, and does nothing."""
 
     def found(self, check: Check) -> None: ...
@@ -92,7 +92,7 @@ def validate(
     model: Path | None = None,
     timeout_s: float = 5.0,
     agent: Mapping[str, JSON] | None = None,
-    witness: Witness | None = None,
+    witness: ExaminationWatcher | None = None,
 ) -> EnvironmentReport:
     """``agent``: how a job says that its agent is started; a function that can only be one needs no word.
     ``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
@@ -100,18 +100,18 @@ def validate(
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
     start = None if agent is None else AgentStart.from_json(agent)
     load = partial(_as_environment, environment, config or {}, start)
-    watched = _Watched(EnvironmentReport(str(name)), timeout_s, load, witness or Witness())
+    watched = _Watched(EnvironmentReport(str(name)), timeout_s, load, witness or ExaminationWatcher())
     watched.run(oracle, model)
     return watched.report
 
 
 class _Watched:
     def __init__(
-        self, report: EnvironmentReport, timeout_s: float, load: Callable[[], Environment], witness: Witness
+        self, report: EnvironmentReport, timeout_s: float, load: Callable[[], Environment], witness: ExaminationWatcher
     ) -> None:
         self.report = report
         self._witness = witness
-        self._stage = Stage()
+        self._stage = RehearsalStage()
         self._timeout_s = timeout_s
         self._load = load
         self._longest_s = max(timeout_s, _LOADING_S)

@@ -42,7 +42,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
     from services.files.audit_log import AuditLog
     from services.process.first_to_end import first_to_end, unless_set
     from services.process.http_server import serve_http
-    from services.state.installation import Installation
+    from services.state.installation import InstallationGuard
 
     keys = [key.get_secret_value() for key in settings.api_keys]
     data_dir = DataDir(settings.data_dir)
@@ -54,7 +54,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
 
     async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=data_dir.jobs)
-        installation = Installation(redis, data_dir)
+        installation = InstallationGuard(redis, data_dir)
         # A server that cannot hold our functions ends this process, with the reason; so does one of another
         # installation. One that is away does not.
         await unless_set(stop, _meet(redis, store, installation.check))

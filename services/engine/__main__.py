@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from services.engine.app import create_app
 from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
-from services.engine.protocol import Reader
+from services.engine.protocol import GenerateReader
 from services.engine.scheduler import Scheduler
 from services.engines.keys import EngineKeys, KeyPair, NoKeyForEngine, is_routable, warning
 from services.process.account import tell_of_root
@@ -55,7 +55,7 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, keys: KeyPair,
         label=arguments.weight_version,
     )
     engine = EmbeddedEngine(decoder, scheduler, arguments.model)
-    reader = Reader(
+    reader = GenerateReader(
         vocab_size=decoder.vocab_size,
         context_length=decoder.context_length,
         eos_ids=_eos_ids(decoder),

@@ -31,8 +31,8 @@ from services.engine.engine import CacheNotFlushed, EmbeddedEngine
 from services.engine.protocol import (
     AbortBody,
     BadRequest,
+    GenerateReader,
     PauseBody,
-    Reader,
     UpdateFromAdapterBody,
     UpdateFromDeltasBody,
     UpdateFromDiskBody,
@@ -56,7 +56,7 @@ _encode = msgspec.json.Encoder().encode
 
 def create_app(
     engine: EmbeddedEngine,
-    reader: Reader,
+    reader: GenerateReader,
     decode: Callable[[list[int]], str],
     info: Mapping[str, int],
     keys: KeyPair | None = None,
@@ -121,7 +121,11 @@ _CONTROL = frozenset(path for methods, paths in _ROUTES.items() if "POST" in met
 
 class _Handlers:
     def __init__(
-        self, engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: Mapping[str, int]
+        self,
+        engine: EmbeddedEngine,
+        reader: GenerateReader,
+        decode: Callable[[list[int]], str],
+        info: Mapping[str, int],
     ) -> None:
         self._engine = engine
         self._reader = reader

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.files import weight_deltas
-from services.files.weight_deltas import Delta, DeltaRefused, Part, digest_of, read_delta
+from services.files.weight_deltas import Delta, DeltaRefused, TensorDelta, digest_of, read_delta
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Signed, because torch has no arithmetic on unsigned ones; bits are bits.
@@ -76,7 +76,7 @@ def _digest(parameters: Mapping[str, Tensor], bits: Mapping[str, Tensor], delta:
     return digest_of(described)
 
 
-def _bits(parameters: Mapping[str, Tensor], part: Part) -> Tensor:
+def _bits(parameters: Mapping[str, Tensor], part: TensorDelta) -> Tensor:
     """The bits of a tensor that is held, on the CPU."""
     held = parameters.get(part.name)
     if held is None or list(held.shape) != part.shape:

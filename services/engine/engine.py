@@ -18,7 +18,7 @@ from services.engine.adapters import AdapterReader
 from services.engine.checkpoint import CheckpointRejected, read_checkpoint
 from services.engine.deltas import follow
 from services.engine.model import Decoder
-from services.engine.scheduler import PauseMode, Request, Scheduler
+from services.engine.scheduler import GenerateRequest, PauseMode, Scheduler
 from services.files.weight_deltas import DeltaRefused
 
 # One turn of the loop reads a request, the next one starts its handler: between two steps both can happen.
@@ -61,7 +61,7 @@ class EmbeddedEngine:
         for _ in range(_LOOP_TURNS):
             await asyncio.sleep(0)
 
-    async def generate(self, request: Request) -> None:
+    async def generate(self, request: GenerateRequest) -> None:
         """Returns when the request has ended. Cancelling aborts it."""
         self.scheduler.submit(request)
         self._wake.set()

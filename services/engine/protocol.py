@@ -2,7 +2,7 @@
 
 Rule: a request that the engine cannot serve exactly is refused with a clean 400 and a reason, and so is input that
 would crash a real engine; it never guesses and never ignores a parameter that shapes the distribution. Nothing is
-executed here: bodies become ``Request`` values and ended requests become bodies.
+executed here: bodies become ``GenerateRequest`` values and ended requests become bodies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 import msgspec
 
 from services.engine.sampling import request_seed
-from services.engine.scheduler import Finish, Request
+from services.engine.scheduler import Finish, GenerateRequest
 
 # In the order of the protocol's own refusal of unknown keys.
 _SAMPLING_KEYS = (
@@ -126,7 +126,7 @@ def read_body(content: bytes, kind: type[_Body]) -> _Body:
         raise invalid_body(str(error)) from error
 
 
-class Reader:
+class GenerateReader:
     """Turns the body of a generate call into a request that this model can run."""
 
     def __init__(self, *, vocab_size: int, context_length: int, eos_ids: frozenset[int], engine_seed: int) -> None:
@@ -135,7 +135,7 @@ class Reader:
         self._eos_ids = eos_ids
         self._engine_seed = engine_seed
 
-    def read(self, content: bytes) -> tuple[Request, AnswerRenderer]:
+    def read(self, content: bytes) -> tuple[GenerateRequest, AnswerRenderer]:
         body = read_body(content, _Generate)
         input_ids = self._input_ids(body)
         if body.logprob_start_len not in (None, -1):
@@ -149,7 +149,7 @@ class Reader:
         rid = body.rid or uuid.uuid4().hex
         seed = request_seed(self._engine_seed, rid) if params.sampling_seed is None else params.sampling_seed
         stops = frozenset() if params.ignore_eos else frozenset(params.stop_token_ids or ()) | self._eos_ids
-        request = Request(
+        request = GenerateRequest(
             rid=rid,
             prompt=input_ids,
             max_new_tokens=max_new_tokens,
@@ -216,7 +216,7 @@ class Reader:
 _TokenEntry: TypeAlias = tuple[float | None, int, None]
 
 
-class VersionSpan(TypedDict):
+class LabelSpan(TypedDict):
     version: str
     start: int
     end: int
@@ -243,19 +243,19 @@ class AnswerMeta(TypedDict, total=False):
     cached_tokens: int
     cached_tokens_details: CachedTokens | None
     dp_rank: None
-    weight_versions: list[VersionSpan]
+    weight_versions: list[LabelSpan]
     e2e_latency: float
     response_sent_to_client_ts: float
 
 
-class Answer(TypedDict):
+class GenerateAnswer(TypedDict):
     text: str
     output_ids: list[int]
     meta_info: AnswerMeta
     prompt_token_ids: NotRequired[Sequence[int]]
 
 
-def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid: str) -> Answer:
+def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid: str) -> GenerateAnswer:
     """The answer to a scoring request: nothing is sampled; the first token has no log-prob."""
     entries: list[_TokenEntry] = [(None, input_ids[0], None)]
     entries += [(logprob, token_id, None) for logprob, token_id in zip(logprobs, input_ids[1:], strict=True)]
@@ -282,7 +282,7 @@ class AnswerRenderer:
         self._with_logprobs = with_logprobs
         self._prompt_token_ids = prompt_token_ids
 
-    def __call__(self, request: Request, label: str, text: str) -> Answer:
+    def __call__(self, request: GenerateRequest, label: str, text: str) -> GenerateAnswer:
         num = len(request.output_ids)
         meta: AnswerMeta = {"id": request.rid, "finish_reason": request.finish}
         cached = request.cached_tokens
@@ -312,7 +312,7 @@ class AnswerRenderer:
         ]
         meta["e2e_latency"] = time.perf_counter() - request.arrived_s
         meta["response_sent_to_client_ts"] = time.time()
-        answer: Answer = {"text": text, "output_ids": request.output_ids, "meta_info": meta}
+        answer: GenerateAnswer = {"text": text, "output_ids": request.output_ids, "meta_info": meta}
         if self._prompt_token_ids is not None:
             answer["prompt_token_ids"] = self._prompt_token_ids
         return answer

@@ -76,7 +76,7 @@ class SchedulerLoad(TypedDict):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class GenerateRequest:
     rid: str
     prompt: list[int]
     max_new_tokens: int
@@ -117,9 +117,9 @@ class Scheduler:
         self.paused: PauseMode | None = None
         self.admitting = True
         """False while an update waits for the running requests to end."""
-        self.running: list[Request] = []
+        self.running: list[GenerateRequest] = []
         """In the order of their rows."""
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[GenerateRequest] = deque()
         self.num_generated = 0
         self.num_prefilled = 0
         self._decoder = decoder
@@ -127,13 +127,13 @@ class Scheduler:
         self._cache = decoder.new_cache()
         self._prefixes = PrefixCache(budget_bytes=prefix_cache_bytes)
         self._rows = np.zeros(max_concurrency, dtype=_ROW)
-        self._by_rid: dict[str, Request] = {}
+        self._by_rid: dict[str, GenerateRequest] = {}
 
     @property
     def has_work(self) -> bool:
         return self.paused is None and bool(self.running or (self.waiting and self.admitting))
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerateRequest) -> None:
         if request.rid in self._by_rid:
             raise DuplicateRequest(request.rid)
         self._by_rid[request.rid] = request
@@ -263,7 +263,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(postponed))
         return prefills, new_ids
 
-    def _join(self, request: Request, tokens: NDArray[np.int32], entry: CachedPrefix | None, num_shared: int) -> None:
+    def _join(
+        self, request: GenerateRequest, tokens: NDArray[np.int32], entry: CachedPrefix | None, num_shared: int
+    ) -> None:
         row = len(self.running)
         self._cache.reserve(row + 1, len(tokens))
         if entry is not None and entry.kv is not None:
@@ -316,7 +318,7 @@ class Scheduler:
             self.running.pop()
             self._finish(request, finish)
 
-    def _keep_prefix(self, request: Request, row: int) -> None:
+    def _keep_prefix(self, request: GenerateRequest, row: int) -> None:
         if request.entry is None:
             return
         num_cached = int(self._rows["num_cached"][row])
@@ -324,12 +326,12 @@ class Scheduler:
         self._prefixes.finish(request.entry, tokens, self._cache.save(row, num_cached))
         request.entry = None
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: GenerateRequest) -> None:
         if request.entry is not None:
             self._prefixes.drop(request.entry)
             request.entry = None
 
-    def _finish(self, request: Request, finish: Finish | RequestFailed) -> None:
+    def _finish(self, request: GenerateRequest, finish: Finish | RequestFailed) -> None:
         del self._by_rid[request.rid]
         if isinstance(finish, RequestFailed):
             if not request.done.done():

@@ -29,7 +29,7 @@ class LedgerConflict(Exception):
 
 
 @dataclass(slots=True)
-class Turn:
+class LedgerTurn:
     """The tokens of one assistant turn."""
 
     observed: array[int] = field(default_factory=_packed)
@@ -44,7 +44,7 @@ class Ledger:
         self.key = key
         self.attempt = attempt
         self.temperature = temperature
-        self.turns: list[Turn] = []
+        self.turns: list[LedgerTurn] = []
         self.num_segments = 0
         self.num_sampled = 0
         self.versions: set[int] = set()
@@ -88,7 +88,7 @@ class Ledger:
         """Opens the next turn with the tokens that the policy reads before it."""
         if not token_ids:
             raise LedgerConflict(f"{self.key}: a turn must start with at least one observed token")
-        self.turns.append(Turn(observed=_packed(token_ids)))
+        self.turns.append(LedgerTurn(observed=_packed(token_ids)))
         self._token_ids.extend(self.turns[-1].observed)
 
     def fork(self, token_ids: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from typing import IO
 from pydantic import ValidationError
 
 from gspo_core.environment_contract import Llm
-from gspo_core.evaluation.policy import LocalPolicyOrder, Policy, PolicyUnusable
+from gspo_core.evaluation.policy import EvaluatedPolicy, LocalPolicyOrder, PolicyUnusable
 from gspo_core.spec import ChatSpec, EpisodeLimits
 from services.engines.keys import SETTING
 from services.engines.kinds import open_engines
@@ -37,7 +37,7 @@ _LAST_WORDS_BYTES = 2000
 
 
 @asynccontextmanager
-async def open_policy(order: LocalPolicyOrder) -> AsyncIterator[Policy]:
+async def open_policy(order: LocalPolicyOrder) -> AsyncIterator[EvaluatedPolicy]:
     """Raises ``PolicyUnusable``."""
     found = await asyncio.to_thread(find_model, order.model, order.api_url)
     try:

@@ -21,7 +21,7 @@ from services.process.telemetry import get_logger
 
 
 @dataclass(frozen=True)
-class History:
+class LogHistory:
     """What of the logs holds, as their trainer knows it."""
 
     epoch: int
@@ -34,7 +34,7 @@ class History:
 
 
 def archived(
-    job: JobDir, spent: Collection[tuple[int, int]], history: History, most_bytes: int
+    job: JobDir, spent: Collection[tuple[int, int]], history: LogHistory, most_bytes: int
 ) -> set[tuple[int, int]]:
     """Archive the logs of the history among ``spent``. Returns those that may be removed now: void ones, archived ones
     and those beyond the bound. Where the disk refuses, the rest stays as it is."""
@@ -48,7 +48,7 @@ def archived(
     return done
 
 
-def _archive(job: JobDir, positions: Collection[Position], history: History, most_bytes: int) -> Iterator[Position]:
+def _archive(job: JobDir, positions: Collection[Position], history: LogHistory, most_bytes: int) -> Iterator[Position]:
     held = positions_in(job.archive)
     steps = {at.step for at in held if history.has(at)}
     room = most_bytes - sum(job.archived(at).stat().st_size for at in held)

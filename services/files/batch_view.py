@@ -31,7 +31,7 @@ from services.files.job_records import DamagedRecord, JobRecords
 
 
 @dataclass(frozen=True)
-class BatchView:
+class LoggedBatchView:
     """One batch with its job's advantages and tokenizer."""
 
     batch: LoggedBatch
@@ -40,7 +40,7 @@ class BatchView:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def of(cls, path: Path, model: Path | None) -> BatchView:
+    def of(cls, path: Path, model: Path | None) -> LoggedBatchView:
         batch = read_batch(path)
         spec = _spec_beside(path)
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
@@ -65,7 +65,7 @@ def summary(batch: LoggedBatch) -> str:
     )
 
 
-def as_text(view: BatchView, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]:
+def as_text(view: LoggedBatchView, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]:
     batch = view.batch
     yield f"epoch {batch.epoch}  step {batch.step}  {summary(batch)}"
     yield f"extra {json.dumps(batch.extra, indent=2)}"
@@ -107,7 +107,7 @@ class EpisodeRecord(TypedDict):
     branches: list[BranchRecord]
 
 
-def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[EpisodeRecord]:
+def as_records(view: LoggedBatchView, wanted: Sequence[str]) -> Iterator[EpisodeRecord]:
     """One object per episode, with arrays over its tokens."""
     for group in view.batch.groups:
         for one in group:
@@ -136,7 +136,7 @@ def _turn_rewards(trajectory: Trajectory) -> dict[str, float]:
     return {str(turn): reward for turn, reward in enumerate(trajectory.turn_rewards) if reward is not None}
 
 
-def _branch_record(view: BatchView, branch: Branch, tokens: BranchTokens) -> BranchRecord:
+def _branch_record(view: LoggedBatchView, branch: Branch, tokens: BranchTokens) -> BranchRecord:
     return {
         "temperature": branch.segments[0].temperature,
         "token_ids": tokens.token.tolist(),
@@ -155,7 +155,7 @@ def _baseline(group: Group) -> str:
     return f"  rewards {shown}  mean {sum(rewards) / len(rewards):.4f}" if rewards else ""
 
 
-def _episode_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
+def _episode_text(view: LoggedBatchView, trajectory: Trajectory) -> Iterator[str]:
     outcome, advantage = trajectory.outcome, view.advantages.get(str(trajectory.key))
     yield (
         f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
@@ -172,7 +172,7 @@ def _episode_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
         )
 
 
-def _tokens_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
+def _tokens_text(view: LoggedBatchView, trajectory: Trajectory) -> Iterator[str]:
     for number, branch in enumerate(view.tokens(trajectory)):
         yield f"      branch {number}: position, turn, token, sampled, log-prob, version, age, text"
         columns = (branch.token, branch.is_sampled, branch.logprob, branch.turn, branch.version, branch.staleness)
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.path.is_dir():
         return _print_list(given.path)
     try:
-        view = BatchView.of(given.path, given.model)
+        view = LoggedBatchView.of(given.path, given.model)
     except (OSError, DamagedBatchLog, UnsuitableTokenizer) as error:
         print(error, file=sys.stderr)
         return 1

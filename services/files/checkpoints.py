@@ -36,14 +36,14 @@ from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, parse_step_name, step_name
 from services.process.telemetry import get_logger
 
-__all__ = ["LOST", "Checkpoint", "CheckpointStore", "LostForkRecord", "UnknownCheckpointFormat"]
+__all__ = ["LOST", "CheckpointStore", "LostForkRecord", "StoredCheckpoint", "UnknownCheckpointFormat"]
 
 # Errors of a file that is missing or that the disk has lost. Any other error may be gone the next time.
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredCheckpoint:
     position: Position
     lineage: Lineage
     storage: CheckpointStorage
@@ -99,7 +99,7 @@ class CheckpointStore:
     def remove(self, position: Position) -> None:
         self._storage.remove(step_name(position))
 
-    def newest_first(self, skipped: Callable[[str, str], None] = _log_skipped) -> list[Checkpoint]:
+    def newest_first(self, skipped: Callable[[str, str], None] = _log_skipped) -> list[StoredCheckpoint]:
         """Complete checkpoints; damage to the tensors of one shows only when they are loaded.
 
         ``skipped`` receives the name and the damage of each damaged one. Raises UnknownFormat; and OSError where one
@@ -108,7 +108,7 @@ class CheckpointStore:
         found = []
         for position in reversed(self.positions()):
             try:
-                found.append(Checkpoint(position, self._read(position), self._storage))
+                found.append(StoredCheckpoint(position, self._read(position), self._storage))
             except OSError as error:
                 if error.errno not in LOST:
                     raise

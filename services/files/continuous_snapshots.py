@@ -18,7 +18,7 @@ from pathlib import Path
 from services.files import snapshots
 from services.files.bucket import Bucket
 from services.files.data_dir import DataDir
-from services.files.snapshots import Files, Snapshot, Tally
+from services.files.snapshots import Files, InstallationSnapshot, Tally
 
 PRUNE_EVERY_S = 3600.0
 
@@ -33,7 +33,7 @@ class OtherInstallation(Exception):
 
 @dataclass(frozen=True)
 class Round:
-    snapshot: Snapshot
+    snapshot: InstallationSnapshot
     tally: Tally
     took_s: float
 
@@ -46,7 +46,7 @@ class ContinuousSnapshots:
         self._bucket = bucket
         self._keep = keep
         self._id = uuid.uuid4().hex
-        self._newest: Snapshot | None = None
+        self._newest: InstallationSnapshot | None = None
         self._was_broken_off = True
         self._pruned_at = -PRUNE_EVERY_S
         self._is_given_up = False
@@ -82,7 +82,7 @@ class ContinuousSnapshots:
         """The round that is under way ends at its next file, with GivenUp. From any thread."""
         self._is_given_up = True
 
-    def _before(self) -> Snapshot | None:
+    def _before(self) -> InstallationSnapshot | None:
         """The newest in the bucket, which another command may have put there."""
         found = snapshots.names(self._bucket)
         if self._newest is not None and found[-1:] == [self._newest.name]:
@@ -94,7 +94,7 @@ class ContinuousSnapshots:
             )
         return before
 
-    def _refuse_another(self, before: Snapshot | None) -> None:
+    def _refuse_another(self, before: InstallationSnapshot | None) -> None:
         path = DataDir(self._data_dir).installation
         theirs = before.files.get(path.name) if before else None
         if before is None or theirs is None:
@@ -110,7 +110,7 @@ class ContinuousSnapshots:
             raise OtherInstallation(f"{where}is of another installation than {self._data_dir}: name another place")
 
 
-def _contents(snapshot: Snapshot) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+def _contents(snapshot: InstallationSnapshot) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Times aside."""
 
     def of(files: Files) -> dict[str, str]:

@@ -35,7 +35,7 @@ Wanted = Callable[[Trajectory], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class EnteredStep:
     """An episode, and a step that it was trained in (or was to be: ``epoch`` may be one that was lost)."""
 
     episode: EpisodeKey
@@ -47,8 +47,8 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    erased: tuple[Entered, ...]
-    not_yet: tuple[Entered, ...]
+    erased: tuple[EnteredStep, ...]
+    not_yet: tuple[EnteredStep, ...]
     """In steps that may have to be trained again after a loss."""
     unreadable: tuple[str, ...]
     """Logs that are damaged, or of another release: what they hold is not known."""
@@ -115,8 +115,8 @@ def _everybody(_: Trajectory) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    erased: list[Entered]
-    not_yet: list[Entered]
+    erased: list[EnteredStep]
+    not_yet: list[EnteredStep]
     unreadable: list[str]
     before: float = math.inf
 
@@ -165,7 +165,7 @@ def _in_log(path: Path, at: Position, holder: str, is_doomed: Wanted, found: _Fo
         found.unreadable.append(str(error))
         return
     keys = [one.key for one in batch.trajectories if is_doomed(one) and not _is_erased(batch, one)]
-    entered = [Entered(key, *at, holder) for key in keys]
+    entered = [EnteredStep(key, *at, holder) for key in keys]
     if not is_safe:
         found.not_yet.extend(entered)
     elif keys:

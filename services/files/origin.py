@@ -24,14 +24,14 @@ from services.files.durable import whole_directory
 from services.files.job_dir import JobDir, step_name
 from services.files.recording import Rewards, changed_log, require_known
 
-__all__ = ["ForkPlan", "PastError", "bring", "plan"]
+__all__ = ["ForkOrigin", "PastError", "bring", "plan"]
 
 
 MAX_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class ForkPlan:
+class ForkOrigin:
     """What it takes to begin a child after ``step`` steps of its parent."""
 
     step: int
@@ -51,7 +51,7 @@ def plan(
     *,
     same_batches: bool = False,
     rewards: Rewards | None = None,
-) -> ForkPlan:
+) -> ForkOrigin:
     """``last``, ``without``: of the batches that the child may be fed, and with ``same_batches`` is; ``rewards``: of
     episodes in those that it is fed.
 
@@ -74,7 +74,7 @@ def plan(
         if not past.is_whole(number):
             _require_whole(lessened(past.batch(number), without or Without()))
     require_known(rewards or {}, past, ahead if same_batches else (), without)
-    return ForkPlan(step, start, num_replayed, tuple(ahead))
+    return ForkOrigin(step, start, num_replayed, tuple(ahead))
 
 
 def _require_whole(batch: LoggedBatch) -> None:
@@ -86,7 +86,7 @@ def _require_whole(batch: LoggedBatch) -> None:
         raise NotKept(f"{error}: a fork can leave them out{before}") from None
 
 
-def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None = None) -> ForkPlan:
+def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None = None) -> ForkOrigin:
     """``rewards``: of episodes in the batches that the child is fed, in place of those recorded. Raises PastError,
     NoSuchEpisode, ImpossibleChange, OSError."""
     for _ in range(MAX_TRIES):
@@ -98,7 +98,7 @@ def bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards | None
     )
 
 
-def _bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards) -> ForkPlan:
+def _bring(parent: JobDir, child: JobDir, at: ParentSpec, rewards: Rewards) -> ForkOrigin:
     without = Without.parse(at.without)
     found = plan(parent, at.step, at.last, without, same_batches=at.same_batches, rewards=rewards)
     past = Past(parent.path)

@@ -72,7 +72,7 @@ Files = Mapping[str, Saved]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class InstallationSnapshot:
     name: str
     made_at: str
     release: str
@@ -115,7 +115,7 @@ class Tally:
 # Save
 
 
-def save(data_dir: Path, bucket: Bucket, tally: Tally) -> Snapshot:
+def save(data_dir: Path, bucket: Bucket, tally: Tally) -> InstallationSnapshot:
     """Raises BucketRefused. ``tally`` counts what was not in the bucket yet."""
     snapshot = send(data_dir, bucket, newest(bucket), tally)
     name_it(bucket, snapshot)
@@ -125,12 +125,12 @@ def save(data_dir: Path, bucket: Bucket, tally: Tally) -> Snapshot:
 def send(
     data_dir: Path,
     bucket: Bucket,
-    before: Snapshot | None,
+    before: InstallationSnapshot | None,
     tally: Tally,
     *,
     also_there: Collection[str] = (),
     is_given_up: Callable[[], bool] = lambda: False,
-) -> Snapshot:
+) -> InstallationSnapshot:
     """A snapshot whose objects are in the bucket, and which is not there itself before ``name_it``.
 
     ``also_there``: digests of objects that ``before`` does not name. Raises BucketRefused, GivenUp.
@@ -147,10 +147,10 @@ def send(
     }
     made_at = datetime.now(UTC)
     name = f"{_stamp(made_at, before)}-{uuid.uuid4().hex[:8]}"
-    return Snapshot(name, made_at.isoformat(timespec="seconds"), __version__, files, models, begun_ns)
+    return InstallationSnapshot(name, made_at.isoformat(timespec="seconds"), __version__, files, models, begun_ns)
 
 
-def _stamp(made_at: datetime, before: Snapshot | None) -> str:
+def _stamp(made_at: datetime, before: InstallationSnapshot | None) -> str:
     """Behind that of ``before``, whose maker's clock may have been ahead of ours: names are in order."""
     stamp = made_at.strftime(STAMP)
     if before is not None and before.name > stamp:
@@ -160,7 +160,7 @@ def _stamp(made_at: datetime, before: Snapshot | None) -> str:
     return stamp
 
 
-def name_it(bucket: Bucket, snapshot: Snapshot) -> None:
+def name_it(bucket: Bucket, snapshot: InstallationSnapshot) -> None:
     """From now on it is there. Raises BucketRefused."""
     bucket.put(f"{SNAPSHOTS}/{snapshot.name}.json", _encode(snapshot))
 
@@ -249,12 +249,12 @@ def names(bucket: Bucket) -> list[str]:
     return sorted(path.stem for path in found if path.suffix == ".json")
 
 
-def newest(bucket: Bucket) -> Snapshot | None:
+def newest(bucket: Bucket) -> InstallationSnapshot | None:
     found = names(bucket)
     return read(bucket, found[-1]) if found else None
 
 
-def read(bucket: Bucket, name: str) -> Snapshot:
+def read(bucket: Bucket, name: str) -> InstallationSnapshot:
     """Raises BucketRefused, Damaged, LaterLayout."""
     data = b"".join(bucket.get(f"{SNAPSHOTS}/{name}.json"))
     try:
@@ -263,7 +263,7 @@ def read(bucket: Bucket, name: str) -> Snapshot:
             raise LaterLayout(f"release {given['release']} made the snapshot {name}: restore it with that release")
         models = {directory: _files_from(files) for directory, files in given["models"].items()}
         files = _files_from(given["files"])
-        return Snapshot(
+        return InstallationSnapshot(
             name, given["made_at"], given["release"], files, models, given.get("begun_ns"), given.get("follower")
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -279,7 +279,7 @@ def _files_from(given: Mapping[str, Any]) -> dict[str, Saved]:
     return files
 
 
-def _encode(snapshot: Snapshot) -> bytes:
+def _encode(snapshot: InstallationSnapshot) -> bytes:
     def plain(files: Files) -> dict[str, list[int | str]]:
         return {path: [one.size, one.mtime_ns, one.sha256] for path, one in files.items()}
 
@@ -302,7 +302,7 @@ def _encode(snapshot: Snapshot) -> bytes:
 def restore(
     data_dir: Path,
     bucket: Bucket,
-    snapshot: Snapshot,
+    snapshot: InstallationSnapshot,
     tally: Tally,
     only: Collection[str] | None = None,
     *,

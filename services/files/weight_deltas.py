@@ -47,7 +47,7 @@ class DeltaRefused(ValueError):
     """The delta is damaged, or does not fit the weights that it is applied to. Nothing was changed."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class TensorDelta(msgspec.Struct, frozen=True):
     """One tensor of the new version."""
 
     name: str
@@ -71,7 +71,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     body_sha256: str
     chain_bytes: int
     """Of this body and of those of all deltas before it, back to the last version without one."""
-    parts: list[Part]
+    parts: list[TensorDelta]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Delta:
     header: Header
     _body: memoryview
 
-    def changes(self) -> Iterator[tuple[Part, NDArray[np.int64] | None, Bits]]:
+    def changes(self) -> Iterator[tuple[TensorDelta, NDArray[np.int64] | None, Bits]]:
         """Each changed tensor: the indices of its new elements and what is added to their bits, as whole numbers that
         wrap around; or None and the bits of all. Raises DeltaRefused."""
         position = 0
@@ -227,21 +227,21 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ..
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}
 
 
-def _encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> tuple[list[Part], bytes]:
-    parts: list[Part] = []
+def _encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> tuple[list[TensorDelta], bytes]:
+    parts: list[TensorDelta] = []
     body: list[bytes] = []
     for name, one in new.items():
         indices = np.flatnonzero(old[name].bits != one.bits)
-        part, pieces = Part(name, one.dtype, list(one.shape), "same"), (b"", b"")
+        part, pieces = TensorDelta(name, one.dtype, list(one.shape), "same"), (b"", b"")
         if len(indices):
             gaps = gaps_of(indices)
             differences = one.bits[indices] - old[name].bits[indices]
             pieces = _deflate(gaps.tobytes()), _deflate(_planes(differences))
             sizes = len(indices), len(gaps), len(pieces[0]), len(pieces[1])
-            part = Part(name, one.dtype, list(one.shape), "changed", *sizes)
+            part = TensorDelta(name, one.dtype, list(one.shape), "changed", *sizes)
             if part.gap_bytes + part.value_bytes >= one.bits.nbytes:
                 pieces = b"", one.bits.tobytes()
-                part = Part(name, one.dtype, list(one.shape), "whole", value_bytes=one.bits.nbytes)
+                part = TensorDelta(name, one.dtype, list(one.shape), "whole", value_bytes=one.bits.nbytes)
         body += pieces
         parts.append(part)
     return parts, b"".join(body)

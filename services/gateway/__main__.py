@@ -24,7 +24,7 @@ from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
 from services.gateway.app import build_app
 from services.gateway.attempt import AgentDriver
-from services.gateway.door import Door
+from services.gateway.door import EpisodeRouter
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget_for_ever
 from services.gateway.forwarding import ForwardingMiddleware, between_gateways
@@ -57,10 +57,10 @@ from services.state.queue import Bus
 from services.state.retry import Retrier
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
-from services.state.talks import Keep, Talks
+from services.state.talks import Talks, TrafficRetention
 from services.workers.loading import load_job
 from services.workers.starting import boot_for, traces_to
-from services.workers.worker import Worker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # Open requests are answered when their episodes have stopped.
 REQUESTS_END_S = 2
@@ -91,10 +91,10 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
         if secret is None:
             return
         keys = Keys(secret)
-        door = Door(keys, now=time.time, leaving=stop)
+        door = EpisodeRouter(keys, now=time.time, leaving=stop)
         traces = traces_to(settings.trace_endpoint, "gateway", config.name, share=settings.trace_share)
         judges = Judges(outbound, JudgeKeys(settings.judge_keys), random.Random())
-        worker = Worker(
+        worker = EpisodeWorker(
             config,
             bus,
             store,
@@ -112,7 +112,7 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
             ForwardingMiddleware, name=config.name, absent=door.absent, neighbours=neighbours, http=http, leaving=stop
         )
         talk_jobs = TalkJobs(store, config.engine_urls, engine_at, time.monotonic, random.Random())
-        talks, keep = Talks(Functions(redis)), Keep(settings.traffic_keep_bytes, settings.traffic_keep_days)
+        talks, keep = Talks(Functions(redis)), TrafficRetention(settings.traffic_keep_bytes, settings.traffic_keep_days)
         talking = Talking(talks, talk_jobs, keep, time.time, redact=redactor_of(settings))
         app = build_app(
             Entrances(door, talking), is_ready=lambda: not stop.is_set(), stopping=stop, forwarding=forwarding
@@ -141,7 +141,7 @@ async def _meet(bus: Bus, redis: RedisClient) -> bytes:
 
 
 async def work_and_answer(
-    worker: Worker,
+    worker: EpisodeWorker,
     serving: Coroutine[None, None, None],
     has_ended: asyncio.Event,
     beside: Sequence[Coroutine[None, None, None]],

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
 from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
-from services.gateway.dialects.turns import Answer, Ask, Finish, Usage, VersionSpan, call_id
+from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
 from services.gateway.endings import before_stop_text
-from services.gateway.history import Place, TurnEntry
+from services.gateway.history import PrefixMatch, TurnEntry
 from services.gateway.reading import Reading, read
 from services.gateway.tape import Tape
 
@@ -44,7 +44,7 @@ class Answers:
     def number_of(self, turn: str) -> int | None:
         return turn_number(self._tape.attempt, turn)
 
-    def entry(self, number: int, place: Place, ask: Ask, created_at: int) -> TurnEntry:
+    def entry(self, number: int, place: PrefixMatch, ask: TurnRequest, created_at: int) -> TurnEntry:
         return TurnEntry(
             number=number,
             request=place.chain[-1],

@@ -25,23 +25,23 @@ from services.gateway.bodies import SMALL_BODY_BYTES, Bodies
 from services.gateway.canonical import of_messages
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
-from services.gateway.dialects.dialect import Dialect, Question
+from services.gateway.dialects.dialect import Dialect, ParsedRequest
 from services.gateway.dialects.faults import final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
 from services.gateway.dialects.gemini import Gemini
 from services.gateway.dialects.gemini_paths import COUNT, PREFIX, PREFIXES, STREAM, VERBS, joined, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
-from services.gateway.dialects.sent import Reader, Sent, without_index
+from services.gateway.dialects.sent import FieldValue, Reader, without_index
 from services.gateway.dialects.turns import Answering, Turns
 from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.keys import PAYING
 from services.gateway.receipts import Receipts
-from services.gateway.requests import RequestMiddleware, dialect_of, is_gemini, key_of
+from services.gateway.requests import GatewayMiddleware, dialect_of, is_gemini, key_of
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
-from services.gateway.streams import Pace, Reply, fault_reply, json_reply
+from services.gateway.streams import Pace, TurnResponse, fault_reply, json_reply
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OpenAIChat(),
@@ -84,7 +84,7 @@ def build_app(
     if forwarding is not None:
         kind, given, named = forwarding
         app = kind(app, *given, **named)
-    return RequestMiddleware(app, paths=posts.keys() | gets.keys(), seats=seats or Seats())
+    return GatewayMiddleware(app, paths=posts.keys() | gets.keys(), seats=seats or Seats())
 
 
 class _Routes:
@@ -99,7 +99,7 @@ class _Routes:
         self._bodies = bodies
         self._receipts = Receipts()
 
-    async def turn(self, request: Request) -> Reply:
+    async def turn(self, request: Request) -> TurnResponse:
         return await self._turn(request, request.url.path, {})
 
     async def gemini(self, request: Request) -> ASGIApp:
@@ -109,10 +109,10 @@ class _Routes:
         if path.verb == COUNT:
             return await self._count(request, _GEMINI_COUNTING, "totalTokens", path.fields())
         if path.verb == STREAM and request.query_params.get("alt") != "sse":
-            raise Sent(None, "alt").fault("must be sse: a stream is events here, and no list")
+            raise FieldValue(None, "alt").fault("must be sse: a stream is events here, and no list")
         return await self._turn(request, PREFIX, path.fields())
 
-    async def _turn(self, request: Request, place: str, fields: Mapping[str, JSON]) -> Reply:
+    async def _turn(self, request: Request, place: str, fields: Mapping[str, JSON]) -> TurnResponse:
         """``fields``: what the path says of it."""
         dialect, key = DIALECTS[place], key_of(request.headers)
         # Before the body is read: without a key that opens something, nothing is.
@@ -134,7 +134,7 @@ class _Routes:
         if FORWARDED_BY in request.headers:
             headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
         self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")
-        return Reply(dialect, question, model, answering, headers, self._leaving, self._pace)
+        return TurnResponse(dialect, question, model, answering, headers, self._leaving, self._pace)
 
     async def count_tokens(self, request: Request) -> Response:
         return await self._count(request, _COUNTING, "input_tokens", {})
@@ -194,9 +194,9 @@ class _Routes:
         await self._receipts.settle(key, taken.need("turn").name(), is_delivered=taken.need("delivered").flag())
         return json_reply({}, {})
 
-    async def _small(self, key: str, request: Request) -> Sent:
+    async def _small(self, key: str, request: Request) -> FieldValue:
         with self._bodies.of(key) as body:
-            return await body.read(request, Sent, SMALL_BODY_BYTES)
+            return await body.read(request, FieldValue, SMALL_BODY_BYTES)
 
     async def healthz(self, request: Request) -> Response:
         return json_reply({"status": "ok"}, {})
@@ -206,7 +206,7 @@ class _Routes:
         return json_reply({"status": "ok" if is_ready else "not ready"}, {}, 200 if is_ready else 503)
 
 
-def _question(dialect: Dialect, headers: Mapping[str, str], fields: Mapping[str, JSON], body: JSON) -> Question:
+def _question(dialect: Dialect, headers: Mapping[str, str], fields: Mapping[str, JSON], body: JSON) -> ParsedRequest:
     """With all that takes long where it is large. Raises ``Refusal``."""
     question = dialect.read(joined(body, fields), headers)
     try:
@@ -230,7 +230,7 @@ def _name_of(path: str) -> str:
     return "gemini" if path == PREFIX else path.removeprefix("/v1/").replace("/", "_")
 
 
-def _ignored(question: Question, names: Sequence[str]) -> dict[str, str]:
+def _ignored(question: ParsedRequest, names: Sequence[str]) -> dict[str, str]:
     """Tells what the client asked for and the job decides, or has passed over."""
     passed_over = dict.fromkeys(without_index(one.param) for one in question.unsupported)
     ignored = [*question.ignored, *passed_over, *(["model"] if question.model not in names else [])]

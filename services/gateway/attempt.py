@@ -19,7 +19,7 @@ from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason
 from services.episodes.ledger import LedgerConflict
 from services.episodes.policy import Drained
-from services.gateway.door import Door
+from services.gateway.door import EpisodeRouter
 from services.gateway.episode import AgentEpisode
 from services.gateway.judging import JudgedAgent, Judges
 from services.gateway.late import EndedEpisode
@@ -30,7 +30,7 @@ from services.gateway.snapshots import TreeSnapshot
 from services.gateway.tape import Tape
 from services.hosts.session import SessionLost
 from services.workers.scoring import cost_of_length, in_order, with_length, without_asking
-from services.workers.setting import Again, AwaitsReward, EpisodeSetting, GoOn, Order, Past, Rewind
+from services.workers.setting import AwaitsReward, EpisodeSetting, EpisodeSpec, GoOn, ResumeState, Rewind, StartOver
 from services.workers.timings import Timings
 
 # How often an agent's time is looked at while something is sampled for it, which may be waiting for an engine.
@@ -41,7 +41,7 @@ LOOK_S = 1.0
 class AgentDriver:
     """``base_url``: of the OpenAI dialects, as agents reach the gateways."""
 
-    door: Door
+    door: EpisodeRouter
     base_url: str
     now: Callable[[], float]
     """Unix seconds."""
@@ -52,21 +52,27 @@ class AgentDriver:
     own_base_url: str = ""
     """For agents that are started here and end with this gateway; empty: ``base_url`` too."""
 
-    def url_for(self, order: Order) -> str:
+    def url_for(self, order: EpisodeSpec) -> str:
         return self.base_url if order.agent_lives_elsewhere else self.own_base_url or self.base_url
 
     def begin(
-        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+        self,
+        setting: EpisodeSetting,
+        order: EpisodeSpec,
+        attempt: int,
+        session: Session,
+        past: ResumeState,
+        timings: Timings,
     ) -> AgentAttempt:
         return AgentAttempt(self, setting, order, attempt, cast(AgentSession, session), past, timings)
 
     async def resume(
-        self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
-    ) -> GoOn | Rewind | Again:
+        self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | StartOver:
         """An agent that lives elsewhere goes on. One that ran here is gone: it begins again, if that is harmless."""
         is_gone = order.agent_pulls and not await has_agent(self.board, setting, order.key, attempt)
         if is_gone or not may_go_on(order):
-            return Again("episodes/restarted")
+            return StartOver("episodes/restarted")
         kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
         tree = None
         if kept is None or kept.attempt != attempt:
@@ -74,16 +80,16 @@ class AgentDriver:
         else:
             tree = TreeSnapshot.together([kept.data, *kept.parts])
         if tree is None or not tree.covers(record):
-            return Again("episodes/restarted")
+            return StartOver("episodes/restarted")
         return GoOn(tree.encode())
 
-    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+    async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         """A reward, or the agent's end, may have been told before any turn."""
         kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
         return kept is not None and kept.attempt == attempt
 
 
-def may_go_on(order: Order) -> bool:
+def may_go_on(order: EpisodeSpec) -> bool:
     """Whether another gateway can go on with the same attempt."""
     return order.agent_lives_elsewhere or order.environment.replayable
 
@@ -93,10 +99,10 @@ class AgentAttempt:
         self,
         driver: AgentDriver,
         setting: EpisodeSetting,
-        order: Order,
+        order: EpisodeSpec,
         attempt: int,
         session: AgentSession,
-        past: Past,
+        past: ResumeState,
         timings: Timings,
     ) -> None:
         self._driver = driver
@@ -179,7 +185,7 @@ class AgentAttempt:
         return not self._meter.is_sampling and self._meter.own_s >= self._order.limits.episode_timeout_s
 
     def _look_at_end(self, ended: asyncio.Task[None]) -> None:
-        """An agent may well fail when it is refused what is beyond its limits: that is no failure of its own."""
+        """An agent that fails because it was refused a turn beyond its limits is not at fault."""
         error = ended.exception()
         refused = self._episode.stopped is not None and not isinstance(error, SessionLost)
         if not self._episode.history.entries:

@@ -16,11 +16,11 @@ from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.live import LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.tape import Tape
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 
 
 class Budget:
-    def __init__(self, order: Order, tape: Tape, meter: Meter, stop_ids: Collection[int]) -> None:
+    def __init__(self, order: EpisodeSpec, tape: Tape, meter: Meter, stop_ids: Collection[int]) -> None:
         self.stopped: StopReason | None = None
         """The limit that the last request, or the last turn, met."""
         self._order = order

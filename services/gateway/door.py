@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 from gspo_core.types import EpisodeKey
-from services.gateway.dialects.turns import OVER, Ask, Refusal, RefusalKind
+from services.gateway.dialects.turns import OVER, Refusal, RefusalKind, TurnRequest
 from services.gateway.episode import AgentEpisode
-from services.gateway.keys import Attempt, Keys, Named, UnknownKey
+from services.gateway.keys import AttemptId, Keys, Named, UnknownKey
 from services.gateway.late import LateRewards
 from services.gateway.live import Delivery
 from services.process.cancelling import cancel_all
@@ -32,10 +32,10 @@ NUM_KEYS_KEPT = 4096
 PATIENCE_S = 20.0
 # A reward that comes in the moment in which its episode ends waits for that.
 REWARD_POLL_S = 0.2
-NONE = Attempt(-1, -1)
+NONE = AttemptId(-1, -1)
 
 
-class Door:
+class EpisodeRouter:
     """The ``Turns`` of the episodes of this process."""
 
     def __init__(
@@ -55,8 +55,8 @@ class Door:
         self._patience_s = patience_s
         self._leaving = leaving or asyncio.Event()
         self._model_names = tuple(model_names)
-        self._open: dict[EpisodeKey, tuple[Attempt, AgentEpisode]] = {}
-        self._ended: OrderedDict[EpisodeKey, Attempt] = OrderedDict()
+        self._open: dict[EpisodeKey, tuple[AttemptId, AgentEpisode]] = {}
+        self._ended: OrderedDict[EpisodeKey, AttemptId] = OrderedDict()
         """The last attempt of episodes that have their outcome, or were erased."""
         self._opened = asyncio.Event()
         self.late: LateRewards | None = None
@@ -83,10 +83,10 @@ class Door:
         """The key by which the episode of ``key`` is paid."""
         return self._keys.paying(key)
 
-    async def ask(self, key: str, ask: Ask) -> Delivery:
+    async def ask(self, key: str, ask: TurnRequest) -> Delivery:
         return await (await self._episode(key)).ask(ask)
 
-    async def count_tokens(self, key: str, ask: Ask) -> int:
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         return await (await self._episode(key)).count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class Door:
         newest = held[0] if held else self._ended.get(episode, NONE)
         return episode if newest < attempt else None
 
-    def _named(self, key: str) -> tuple[EpisodeKey, Attempt]:
+    def _named(self, key: str) -> tuple[EpisodeKey, AttemptId]:
         named = self._checked(key)
         if named.pays:
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is for rewards alone")
@@ -149,7 +149,7 @@ class Door:
             raise Refusal(RefusalKind.ENDED, "this key has expired")
         return named
 
-    def _held(self, episode: EpisodeKey, attempt: Attempt) -> AgentEpisode | None:
+    def _held(self, episode: EpisodeKey, attempt: AttemptId) -> AgentEpisode | None:
         """None where it is not here (yet). Raises ``Refusal`` where it is over."""
         held = self._open.get(episode)
         newest = held[0] if held else self._ended.get(episode, NONE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.dialects.turns import Answering, Ask, Turns
+from services.gateway.dialects.turns import Answering, TurnRequest, Turns
 from services.state.talks import PREFIX
 
 
@@ -13,10 +13,10 @@ class Entrances:
         self._episodes = episodes
         self._talks = talks
 
-    async def ask(self, key: str, ask: Ask) -> Answering:
+    async def ask(self, key: str, ask: TurnRequest) -> Answering:
         return await self._of(key).ask(key, ask)
 
-    async def count_tokens(self, key: str, ask: Ask) -> int:
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         return await self._of(key).count_tokens(key, ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:

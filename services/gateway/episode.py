@@ -22,22 +22,22 @@ from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
 from services.gateway.canonical import of_key
-from services.gateway.dialects.turns import ERASED, Ask, Refusal, RefusalKind
+from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind, TurnRequest
 from services.gateway.endings import first_call_end, head, stop_text_end
-from services.gateway.history import MAX_REPEAT_KEYS, History, Place, Rewritten, TurnEntry
-from services.gateway.keys import Attempt
+from services.gateway.history import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
+from services.gateway.keys import AttemptId
 from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
-from services.gateway.plan import Beginning, Encoded, Plan
+from services.gateway.plan import Encoded, TurnPlanner, TurnPrompt
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.gateway.tape import Tape, TapedTurn
-from services.gateway.tree_parts import Part, TreeParts
+from services.gateway.tree_parts import TreePart, TreeParts
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import Erased
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 
 # What is sampled behind a turn's end is thrown away, so where a text or a call may be one, pieces are as long as what
 # was sampled before them, and so long at least: no more is thrown away than is kept, in a few requests to an engine.
@@ -54,7 +54,7 @@ class AgentEpisode:
     def __init__(
         self,
         setting: EpisodeSetting,
-        order: Order,
+        order: EpisodeSpec,
         tape: Tape,
         meter: Meter,
         now: Callable[[], float],
@@ -75,7 +75,7 @@ class AgentEpisode:
         self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
         self.history = History(self._digest, self._answers.is_in)
-        self._plan = Plan(setting.codec, tape, self.history)
+        self._plan = TurnPlanner(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
         self._deciding: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -100,9 +100,9 @@ class AgentEpisode:
         return self._tape.attempt
 
     @property
-    def named(self) -> Attempt:
+    def named(self) -> AttemptId:
         """As its key names it."""
-        return Attempt(self._order.lease.epoch, self._tape.attempt)
+        return AttemptId(self._order.lease.epoch, self._tape.attempt)
 
     @property
     def stopped(self) -> StopReason | None:
@@ -130,7 +130,7 @@ class AgentEpisode:
 
     # what agents ask for
 
-    async def ask(self, ask: Ask) -> Delivery:
+    async def ask(self, ask: TurnRequest) -> Delivery:
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
         if ask.repeat_key:
@@ -165,7 +165,7 @@ class AgentEpisode:
             if num_waiting > 1:
                 self._deciding[digest] = lock, num_waiting - 1
 
-    def knows(self, ask: Ask) -> bool:
+    def knows(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
         history = self.history
         key = of_key(ask.repeat_key)
@@ -177,12 +177,12 @@ class AgentEpisode:
             return False
         return place.parent is not None or place.again is not None
 
-    def gives_again(self, ask: Ask) -> bool:
+    def gives_again(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` gets a turn that it was given, or was to be given, before."""
         key = of_key(ask.repeat_key)
         return (bool(key) and self.history.named(key) is not None) or self._repeated(ask) is not None
 
-    async def count_tokens(self, ask: Ask) -> int:
+    async def count_tokens(self, ask: TurnRequest) -> int:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
@@ -240,7 +240,7 @@ class AgentEpisode:
         if self.failure.done():
             raise self._lost()
 
-    def _check_supported(self, ask: Ask) -> None:
+    def _check_supported(self, ask: TurnRequest) -> None:
         if not ask.unsupported:
             return
         if not self._order.says_unsupported:
@@ -253,7 +253,7 @@ class AgentEpisode:
 
     # which turn a request is
 
-    def _again(self, ask: Ask) -> LiveTurn | None:
+    def _again(self, ask: TurnRequest) -> LiveTurn | None:
         """The turn that was asked for by the same request, if this is no request for another one."""
         entry = self.history.named(ask.repeat_key) if ask.repeat_key else None
         if entry is not None and entry.digest != ask.digest:
@@ -270,7 +270,7 @@ class AgentEpisode:
         turn = self._live.get(entry.number)
         return turn or self._alive(entry, self._tape.turns[entry.number], ask)
 
-    def _repeated(self, ask: Ask) -> TurnEntry | None:
+    def _repeated(self, ask: TurnRequest) -> TurnEntry | None:
         equal = self.history.equal(ask.digest)
         if ask.is_retry and equal:
             return min(equal, key=lambda entry: (entry.delivered, self._is_on_its_way(entry), -entry.number))
@@ -285,7 +285,7 @@ class AgentEpisode:
 
     # a new turn
 
-    def _begin(self, ask: Ask, encoded: Encoded | None) -> LiveTurn:
+    def _begin(self, ask: TurnRequest, encoded: Encoded | None) -> LiveTurn:
         self._budget.check(len(self.history.entries), self.num_calls)
         place = self._plan.place(ask)
         beginning = self._plan.beginning(place, ask, encoded)
@@ -313,7 +313,7 @@ class AgentEpisode:
         message = f"the conversation has {num_tokens} tokens; it must have fewer than {self._order.max_context_tokens}"
         return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
-    def _open(self, number: int, beginning: Beginning) -> TapedTurn:
+    def _open(self, number: int, beginning: TurnPrompt) -> TapedTurn:
         after, tape = beginning.after, self._tape
         if after is None:
             taped = tape.begin(number, beginning.token_ids)
@@ -322,7 +322,7 @@ class AgentEpisode:
         taped.num_begun = beginning.num_begun
         return taped
 
-    def _count(self, beginning: Beginning) -> None:
+    def _count(self, beginning: TurnPrompt) -> None:
         counters, reason = self._setting.counters, beginning.reason
         counters.add("turns/asked")
         if reason:
@@ -335,7 +335,7 @@ class AgentEpisode:
 
     # sampling
 
-    def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: Ask) -> LiveTurn:
+    def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
         if self._budget.ending(turn) is None:
@@ -418,7 +418,7 @@ class AgentEpisode:
             self._let_go(turn)
 
     def _close(self, parent: TurnEntry) -> None:
-        """A turn that is gone on from is over, though nobody may have asked for its end."""
+        """A turn with a continuation is over, even if no client waited for its end."""
         self._parts.touch(parent.number)
         if not parent.finish:
             sampled = self._tape.turns[parent.number].sampled
@@ -435,13 +435,13 @@ class AgentEpisode:
     def num_calls(self) -> int:
         return sum(entry.num_calls for entry in self.history.entries.values())
 
-    def _part(self) -> Part:
+    def _part(self) -> TreePart:
         """What has changed behind all segments that were cut so far. Nothing may be awaited between this and its
         storing."""
         given = self.history.entries, self._live, self.rewards.posted, self.stopped
         return self._parts.next(*given, finished=self._is_finished, num_refused=self.num_rewards_refused)
 
-    async def _store(self, part: Part | None, segments: Sequence[Segment] = (), note: str = "") -> None:
+    async def _store(self, part: TreePart | None, segments: Sequence[Segment] = (), note: str = "") -> None:
         tape, kept = self._tape, None
         if part is not None and part.is_empty:
             part = None
@@ -531,6 +531,6 @@ class AgentEpisode:
         return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")
 
 
-def _asked(entry: TurnEntry, place: Place, ask: Ask) -> Asked:
+def _asked(entry: TurnEntry, place: PrefixMatch, ask: TurnRequest) -> Asked:
     model = ask.model[:MAX_ASKED_CHARS]
     return Asked(entry.parent, entry.reason, ask.dialect, model, len(ask.messages), place.num_old)

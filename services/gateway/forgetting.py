@@ -10,12 +10,12 @@ import asyncio
 from services.process.telemetry import get_logger
 from services.state.away import Away, RedisFault
 from services.state.refusals import Refused
-from services.state.talks import MOST_AT_ONCE, Keep, Talks
+from services.state.talks import MOST_AT_ONCE, Talks, TrafficRetention
 
 EVERY_S = 600.0
 
 
-async def forget_for_ever(talks: Talks, keep: Keep, every_s: float = EVERY_S) -> None:
+async def forget_for_ever(talks: Talks, keep: TrafficRetention, every_s: float = EVERY_S) -> None:
     while True:
         try:
             await forget(talks, keep)
@@ -24,7 +24,7 @@ async def forget_for_ever(talks: Talks, keep: Keep, every_s: float = EVERY_S) ->
         await asyncio.sleep(every_s)
 
 
-async def forget(talks: Talks, keep: Keep) -> int:
+async def forget(talks: Talks, keep: TrafficRetention) -> int:
     """How many segments are gone. Raises ``Away`` and ``RedisFault``."""
     count = 0
     for job in await talks.jobs():

@@ -1,4 +1,4 @@
-"""Finds what a request goes on from: the turn whose whole conversation, with its answer, the request begins with.
+"""Matches a request to the longest stored conversation, with its answer, that the request begins with.
 
 Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what
 was stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is
@@ -104,7 +104,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PrefixMatch:
     """Where a request goes on."""
 
     said: Sequence[bytes]
@@ -133,7 +133,7 @@ class Node:
     """Messages of the request that it stands for."""
     entry: TurnEntry
     words: str | None = None
-    """As ``Place.words``."""
+    """As ``PrefixMatch.words``."""
 
 
 class History:
@@ -185,7 +185,9 @@ class History:
             self._by_repeat_key[repeat_key] = entry
         return True
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> Place:
+    def place(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()
+    ) -> PrefixMatch:
         """``digests``: of the messages, where they are known. Raises ``ValueError`` for messages that cannot be
         read."""
         said = digests or of_messages(messages)
@@ -194,27 +196,27 @@ class History:
         if same := self._by_request.get(chain[-1]):
             again = same[-1]
             parent = None if again.parent is None else self.entries.get(again.parent)
-            return Place(said, chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
+            return PrefixMatch(said, chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
         found = next(self._nodes(messages, said, chain, tools), None)
         if found is None:
-            return Place(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
+            return PrefixMatch(said, chain, bare[-1], reason=self._why_new(messages, said, bare, chain))
         num_old, parent = found.num_old, found.entry
         reason = Rewritten.EDITED_HISTORY if self.is_continued(parent) else ""
         num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
-        return Place(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
+        return PrefixMatch(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
 
-    def answered(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
+    def answered(self, place: PrefixMatch, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
         """The messages that are answers of these turns, by their place."""
         nodes = self._nodes(messages, place.said, place.chain, tools)
         return {one.num_old - 1: one for one in nodes if messages[one.num_old - 1]["role"] == "assistant"}
 
-    def known(self, place: Place) -> list[int]:
+    def known(self, place: PrefixMatch) -> list[int]:
         """The places of messages that say what some turn has answered, in whatever conversation."""
         answers = {entry.answer for entry in self.entries.values() if entry.answer}
         return [number for number, one in enumerate(place.said) if one in answers]
 
     def had(self, paid: Collection[int] = ()) -> set[int]:
-        """The turns that the agent had: they were delivered, it paid them, or a turn that was had goes on from them."""
+        """Turns that the agent received: delivered to it, paid by it, or continued by a turn that it received."""
         had = {number for number in paid if number in self.entries}
         for number in sorted(self.entries, reverse=True):
             entry = self.entries[number]
@@ -269,7 +271,7 @@ class History:
         return best, words[best.number]
 
     def _freshest(self, equal: Iterable[TurnEntry]) -> TurnEntry:
-        """Of turns with the same answer: one that nothing goes on from, if there is one, else the newest."""
+        """Prefers a turn without a continuation; among several, or if all have one, the newest."""
         return max(equal, key=lambda entry: (not self.is_continued(entry), entry.number))
 
     def _why_new(

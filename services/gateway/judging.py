@@ -27,7 +27,7 @@ from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
 from services.episodes.counters import Counters
 from services.gateway.judge_keys import JudgeKeys, NoKey
-from services.gateway.outbound_http import AWAY, AnswerTooLong, HttpAnswer, OutboundHttp
+from services.gateway.outbound_http import AWAY, AnswerTooLong, OutboundAnswer, OutboundHttp
 from services.gateway.played import PlayedSession
 from services.gateway.reading import read
 from services.state.retry import Backoff
@@ -72,7 +72,7 @@ class _Completion(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgeVerdict:
     score: float
     metrics: Mapping[str, float]
     said: str = ""
@@ -89,7 +89,7 @@ class Judges:
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
 
-    async def verdict(self, spec: JudgeSpec, prompt: str, name: str, counters: Counters) -> Verdict:
+    async def verdict(self, spec: JudgeSpec, prompt: str, name: str, counters: Counters) -> JudgeVerdict:
         """``name``: the same for each repetition. Raises ``EnvironmentFailed``."""
         try:
             headers = self.keys.headers(spec.key, spec.url) | {
@@ -106,7 +106,7 @@ class Judges:
             except _Again as error:
                 why, pause_s = str(error), error.pause_s
             else:
-                return Verdict(score, {"judge_s": round(self.clock() - began, 3)} | usage, said)
+                return JudgeVerdict(score, {"judge_s": round(self.clock() - began, 3)} | usage, said)
             if number < spec.retries:
                 counters.add("judge/asked_again")
                 await self.pause(max(PAUSES.wait_s(number, self.rng.random()), min(pause_s or 0.0, MAX_PAUSE_S)))
@@ -132,7 +132,7 @@ def _body(spec: JudgeSpec, prompt: str) -> bytes:
     return json.dumps({**spec.request, "model": spec.model, "messages": messages}).encode()
 
 
-def _read(spec: JudgeSpec, answer: HttpAnswer) -> tuple[float, dict[str, float], str]:
+def _read(spec: JudgeSpec, answer: OutboundAnswer) -> tuple[float, dict[str, float], str]:
     if answer.status != 200:
         said = answer.body[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "replace")[:MAX_SHOWN_CHARS]
         why = f"it answered {answer.status}: {said}"
@@ -175,7 +175,7 @@ class JudgedAgent:
         self._judges = judges
         self._last_turn = last_turn
         self._name = name
-        self._verdict = Verdict(0.0, {})
+        self._verdict = JudgeVerdict(0.0, {})
         self.evidence: Evidence = NOTHING
         self._evidence_bytes = 0
 

@@ -29,7 +29,7 @@ _MAX_CHARS = 512
 MAX_SECRETS = 4
 
 
-class Attempt(NamedTuple):
+class AttemptId(NamedTuple):
     """Which play of an episode: a later one is greater. Its number alone would come again after a loss of the queue."""
 
     epoch: int
@@ -49,7 +49,7 @@ class Named:
     """What a key names."""
 
     episode: EpisodeKey
-    attempt: Attempt
+    attempt: AttemptId
     expires_at: int
     """Unix seconds."""
     pays: bool = False
@@ -73,7 +73,7 @@ class Keys:
         others = [one for one in self._secrets if one != secret]
         self._secrets = (secret, *others[: MAX_SECRETS - 1])
 
-    def make(self, episode: EpisodeKey, attempt: Attempt, now: float, more_s: float = 0.0) -> str:
+    def make(self, episode: EpisodeKey, attempt: AttemptId, now: float, more_s: float = 0.0) -> str:
         """``more_s``: how long it is needed after the episode has ended."""
         words = f"{episode}/{attempt}/{int(now + more_s) + KEPT_S}".encode()
         return self._signed(PREFIX, words)
@@ -100,7 +100,9 @@ class Keys:
             raise UnknownKey
         try:
             episode, epoch, number, expires_at = words.decode().rsplit("/", 3)
-            return Named(EpisodeKey.parse(episode), Attempt(int(epoch), int(number)), int(expires_at), prefix == PAYING)
+            return Named(
+                EpisodeKey.parse(episode), AttemptId(int(epoch), int(number)), int(expires_at), prefix == PAYING
+            )
         except (InvalidValue, ValueError):  # of another release
             raise UnknownKey from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gspo_core.chat.text import text_of
-from services.gateway.dialects.turns import Ask
+from services.gateway.dialects.turns import TurnRequest
 
 # Encoding more takes tens of milliseconds, in which nobody else is answered.
 LONG_BYTES = 64 << 10
@@ -19,16 +19,16 @@ _PIECE_CHARS = 64 << 10
 _MARGIN = 2
 
 
-def is_long(ask: Ask) -> bool:
+def is_long(ask: TurnRequest) -> bool:
     return ask.num_bytes > LONG_BYTES
 
 
-def may_be_too_long(ask: Ask, num_most: int) -> bool:
+def may_be_too_long(ask: TurnRequest, num_most: int) -> bool:
     """Whether it is to be looked at before it is encoded."""
     return ask.num_bytes > MOST_BYTES_A_TOKEN * _MARGIN * num_most
 
 
-def num_beyond(ask: Ask, encode: Callable[[str], Sequence[int]], num_most: int) -> int | None:
+def num_beyond(ask: TurnRequest, encode: Callable[[str], Sequence[int]], num_most: int) -> int | None:
     """So many tokens at least, where they are more than twice as many as fit; None where they may be fewer."""
     num_tokens = 0
     for piece in _pieces(ask):
@@ -38,13 +38,13 @@ def num_beyond(ask: Ask, encode: Callable[[str], Sequence[int]], num_most: int) 
     return None
 
 
-def _pieces(ask: Ask) -> Iterator[str]:
+def _pieces(ask: TurnRequest) -> Iterator[str]:
     for text in _read_whole(ask):
         for begin in range(0, len(text), _PIECE_CHARS):
             yield text[begin : begin + _PIECE_CHARS]
 
 
-def _read_whole(ask: Ask) -> Iterator[str]:
+def _read_whole(ask: TurnRequest) -> Iterator[str]:
     """Texts that every template shows the model: of its own words some leave out what it thought, and of others' the
     blanks around them."""
     yield from (tool["function"].get("description", "").strip() for tool in ask.tools)

@@ -1,4 +1,4 @@
-"""One turn while agents wait for it: what is known of its answer so far, and who is being given it.
+"""A turn in progress: its answer so far, and the clients that wait for it.
 
 Rule: an answer is given whole or not at all; whoever waits is told of everything that is certain. It samples nothing.
 """
@@ -12,21 +12,21 @@ from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
-from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, call_id
+from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
 from services.gateway.endings import certain_ids
 from services.gateway.history import TurnEntry
 from services.gateway.reading import Reading, certain
 from services.gateway.tape import TapedTurn
 
 # Its tools can be large, and an episode keeps each of its turns.
-_ANSWERED = Ask(())
+_ANSWERED = TurnRequest(())
 
 
 class LiveTurn:
     """A turn that was asked for here, until its answer is known and nobody is being given it. Asked for once more, it
     is read again from what was stored."""
 
-    def __init__(self, id: str, entry: TurnEntry, taped: TapedTurn, ask: Ask, codec: ChatCodec) -> None:
+    def __init__(self, id: str, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest, codec: ChatCodec) -> None:
         self.id = id
         self.entry = entry
         self.taped = taped

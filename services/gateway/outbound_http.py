@@ -27,7 +27,7 @@ class AnswerTooLong(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class OutboundAnswer:
     status: int
     body: bytes
     retry_after_s: float | None = None
@@ -76,7 +76,7 @@ class OutboundHttp:
 
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float, most_bytes: int
-    ) -> HttpAnswer:
+    ) -> OutboundAnswer:
         """Raises ``AddressRefused``, ``AnswerTooLong``, ``TimeoutError``, and the errors of httpcore (``AWAY``)."""
         await asyncio.to_thread(check_url, url, self._networks)
         request = self._pool.stream(
@@ -92,7 +92,7 @@ class OutboundHttp:
                 read += piece
                 if len(read) > most_bytes:
                     raise AnswerTooLong(f"its answer has more than {most_bytes} bytes")
-        return HttpAnswer(response.status, bytes(read), _retry_after(response.headers))
+        return OutboundAnswer(response.status, bytes(read), _retry_after(response.headers))
 
 
 @asynccontextmanager

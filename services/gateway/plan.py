@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
-from services.gateway.dialects.turns import Ask, Refusal, RefusalKind, ToolChoice
-from services.gateway.history import History, Place, Rewritten, TurnEntry
+from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
+from services.gateway.history import History, PrefixMatch, Rewritten, TurnEntry
 from services.gateway.lengths import is_long, may_be_too_long, num_beyond
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.written_back import added
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class TurnPrompt:
     """How a turn begins: the ids to read, and where they go."""
 
     token_ids: Sequence[int]
@@ -53,7 +53,7 @@ class Encoded:
     """All ids, where they are needed."""
 
 
-class Plan:
+class TurnPlanner:
     def __init__(self, codec: ChatCodec, tape: Tape, history: History) -> None:
         self._codec = codec
         self._tape = tape
@@ -61,7 +61,7 @@ class Plan:
         self._messages: dict[int, tuple[bytes, int, Message]] = {}
         """Of turns: their messages, read with the tools of this digest from so many tokens."""
 
-    def place(self, ask: Ask) -> Place:
+    def place(self, ask: TurnRequest) -> PrefixMatch:
         """Raises ``Refusal``."""
         if not ask.messages or ask.messages[-1]["role"] == "assistant":
             message = "the last message must not be the assistant's: the policy answers it"
@@ -71,13 +71,13 @@ class Plan:
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    async def num_beyond(self, ask: Ask, num_most: int) -> int | None:
+    async def num_beyond(self, ask: TurnRequest, num_most: int) -> int | None:
         """So many tokens at least of a conversation far beyond ``num_most``, before it is encoded as a whole."""
         if not may_be_too_long(ask, num_most):
             return None
         return await asyncio.to_thread(num_beyond, ask, self._codec.tokenizer.encode, num_most)
 
-    async def encoded(self, ask: Ask) -> Encoded | None:
+    async def encoded(self, ask: TurnRequest) -> Encoded | None:
         """None for a request that is short, or repeats another. Raises ``Refusal``."""
         if not is_long(ask):
             return None
@@ -94,10 +94,10 @@ class Plan:
 
     def _encode(
         self,
-        place: Place,
+        place: PrefixMatch,
         messages: Sequence[Message],
         own: Mapping[int, int],
-        ask: Ask,
+        ask: TurnRequest,
         goes_on: tuple[object, ...],
         prefix: Sequence[int] | None,
         said: Sequence[int],
@@ -116,13 +116,13 @@ class Plan:
         except (ValueError, TypeError, KeyError):
             return None
 
-    def _goes_on(self, place: Place, own: Mapping[int, int]) -> tuple[object, ...]:
+    def _goes_on(self, place: PrefixMatch, own: Mapping[int, int]) -> tuple[object, ...]:
         """Equal where the same request goes on from the same ids, and reads as much of it as the policy's words."""
         if place.parent is None:
             return place.num_old, dict(own)
         return place.num_old, dict(own), place.parent.number, self._tape.turns[place.parent.number].end
 
-    def beginning(self, place: Place, ask: Ask, encoded: Encoded | None = None) -> Beginning:
+    def beginning(self, place: PrefixMatch, ask: TurnRequest, encoded: Encoded | None = None) -> TurnPrompt:
         """``encoded``: of the same request. Raises ``Refusal``."""
         found, begun = self._behind(place, ask, encoded), self._begun(ask.choice)
         return replace(found, token_ids=[*found.token_ids, *begun], num_begun=len(begun)) if begun else found
@@ -138,10 +138,10 @@ class Plan:
             raise Refusal(RefusalKind.INVALID, f"tool_choice {message}", param="tool_choice")
         return opening
 
-    def _behind(self, place: Place, ask: Ask, encoded: Encoded | None) -> Beginning:
+    def _behind(self, place: PrefixMatch, ask: TurnRequest, encoded: Encoded | None) -> TurnPrompt:
         if place.again is not None:
             prompt = self._tape.turns[place.again.number].prompt
-            return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
+            return TurnPrompt(prompt, num_stored=len(prompt), reason=place.reason)
         messages, own = self._as_answered(place, ask)
         if encoded is not None and encoded.goes_on != self._goes_on(place, own):
             encoded = None
@@ -162,15 +162,15 @@ class Plan:
                 if not isinstance(found, ForkReason):
                     reason = "" if after.is_tip else Rewritten.EDITED_HISTORY
                     is_extended = place.words is not None
-                    return Beginning([*more, *found], after, after.end, reason, is_extended=is_extended)
+                    return TurnPrompt([*more, *found], after, after.end, reason, is_extended=is_extended)
                 reason = reason or found
             whole = encoded.whole if encoded is not None else None
             ids = self._codec.render(messages, ask.tools, own=own) if whole is None else whole
-            return Beginning(ids, reason=reason, is_rendered=True)
+            return TurnPrompt(ids, reason=reason, is_rendered=True)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
 
-    def _as_answered(self, place: Place, ask: Ask) -> tuple[list[Message], dict[int, int]]:
+    def _as_answered(self, place: PrefixMatch, ask: TurnRequest) -> tuple[list[Message], dict[int, int]]:
         """The request's messages, those that are answers of the policy with all that it said; and the places of the
         policy's own words, with the number of their characters. Whatever else stands there as the assistant's was put
         into its mouth."""
@@ -191,7 +191,7 @@ class Plan:
         stored = self._codec.tokenizer.decode(self._tape.turns[entry.number].sampled)
         return added(words, stored, entry.stop_text)
 
-    def _message(self, turn: int, tools_digest: bytes, ask: Ask) -> Message:
+    def _message(self, turn: int, tools_digest: bytes, ask: TurnRequest) -> Message:
         """Read once: each request holds all earlier turns."""
         taped = self._tape.turns[turn]
         known = self._messages.get(turn)

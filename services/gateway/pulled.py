@@ -32,7 +32,7 @@ Offers: TypeAlias = Mapping[EpisodeKey, Loan | None]
 LOOK_S = 0.5
 
 
-class Told(msgspec.Struct, frozen=True):
+class LoanTerms(msgspec.Struct, frozen=True):
     """What an agent is told with its loan."""
 
     task: msgspec.Raw
@@ -113,7 +113,7 @@ class PulledAgent:
         self._waiting.enter_context(self._meter.unattended())
         start = await self._session.start(task, seed)
         handed_out = msgspec.Raw((await self._session.handed_out()).encode())
-        told = msgspec.json.encode(Told(handed_out, llm.base_url, llm.api_key, llm.model, llm.reward_key))
+        told = msgspec.json.encode(LoanTerms(handed_out, llm.base_url, llm.api_key, llm.model, llm.reward_key))
         given = episode.key, setting.token, episode.attempt, told, (episode.payer.lowest, episode.payer.highest)
         await setting.retrier.keep_trying(self._board.loans.offer, *given)
         return start

@@ -53,7 +53,7 @@ def key_of(headers: Mapping[str, str], prefix: str = KEY_PREFIX) -> str:
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """In whose shape an error is told where no dialect has read the request: that of the path, where it has one."""
+    """The dialect of errors that are raised before one has read the request: that of the path, where it has one."""
     if is_gemini(path, headers):
         return Gemini()
     if path.startswith("/v1/responses"):
@@ -94,8 +94,8 @@ def _fault(request: Request, error: Exception) -> Fault:
     return final(error.status_code, "method_not_allowed", f"{request.url.path} does not take {request.method}")
 
 
-class RequestMiddleware:
-    """Names each request and logs it when it is over. Answers for what nobody below answered for."""
+class GatewayMiddleware:
+    """Names each request and logs it when it is over. Turns an error that nothing below handled into a 500."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], seats: Seats) -> None:
         self._app = app

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 
-from services.gateway.dialects.turns import Ask
+from services.gateway.dialects.turns import TurnRequest
 from services.gateway.tape import TapedTurn
 
 
-def sampling_seed(ask: Ask, turn: TapedTurn) -> int | None:
+def sampling_seed(ask: TurnRequest, turn: TapedTurn) -> int | None:
     """Below 2**31, which every kind of engine takes. None where the agent sent none."""
     if ask.seed is None:
         return None

@@ -37,7 +37,7 @@ def check_room(num_bytes: int) -> None:
         raise SnapshotTooLarge(f"it has {num_bytes} bytes, more than {MAX_SNAPSHOT_BYTES}")
 
 
-class Reward(msgspec.Struct, frozen=True, array_like=True):
+class StoredReward(msgspec.Struct, frozen=True, array_like=True):
     """One reward that the agent posted."""
 
     token: str
@@ -51,7 +51,7 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     """A part, or all parts together."""
 
     turns: list[TurnEntry]
-    rewards: list[Reward]
+    rewards: list[StoredReward]
     """Those that follow the first ``num_rewards`` ones."""
     stopped: str = ""
     """The limit that the last request met."""
@@ -80,7 +80,7 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     @classmethod
     def together(cls, parts: Sequence[bytes]) -> TreeSnapshot | None:
         """None if one of them cannot be read."""
-        turns, rewards, last = dict[int, TurnEntry](), list[Reward](), None
+        turns, rewards, last = dict[int, TurnEntry](), list[StoredReward](), None
         for data in parts:
             last = cls.decode(data)
             if last is None:
@@ -104,7 +104,7 @@ class RewardRefused(ValueError):
 class Rewards:
     """The rewards that an agent posted."""
 
-    def __init__(self, posted: Sequence[Reward] = ()) -> None:
+    def __init__(self, posted: Sequence[StoredReward] = ()) -> None:
         self.posted = list(posted)
 
     def with_one_more(self, value: float, turn: int | None, token: str) -> Rewards:
@@ -113,7 +113,7 @@ class Rewards:
             raise RewardRefused(f"a reward is a finite number, not {value}")
         known = next((one for one in self.posted if token and one.token == token), None)
         if known is None:
-            return Rewards([*self.posted, Reward(token, turn, float(value))])
+            return Rewards([*self.posted, StoredReward(token, turn, float(value))])
         if (known.turn, known.value) != (turn, value):
             raise RewardRefused("another reward was posted with this token")
         return self

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from gspo_core.json_value import JSON
 from services.gateway.dialects import sse
-from services.gateway.dialects.dialect import Dialect, Heading, Question
+from services.gateway.dialects.dialect import Dialect, Heading, ParsedRequest
 from services.gateway.dialects.faults import Fault, fault_of
 from services.gateway.dialects.turns import Answer, Answering, Piece, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
@@ -47,13 +47,13 @@ class _RefusedInTime(Exception):
         self.refusal = refusal
 
 
-class Reply:
+class TurnResponse:
     """A response that is one turn."""
 
     def __init__(
         self,
         dialect: Dialect,
-        question: Question,
+        question: ParsedRequest,
         model: str,
         answering: Answering,
         headers: Mapping[str, str],

@@ -21,7 +21,7 @@ from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox
-from services.gateway.dialects.turns import Ask, Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
@@ -29,10 +29,10 @@ from services.gateway.redaction import Redactor, redacted
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
 from services.state.away import Away
-from services.state.queue import Append, EpisodeLease, Kept, Snapshot
+from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.refusals import Fenced, Full
-from services.state.talks import Keep, Presented, TalkKey, Talks
-from services.workers.setting import Again, EpisodeSetting, Order, Past, Playing
+from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetention
+from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
 
 # Beyond these the one that was silent longest is let go; if it goes on, that is another trace.
@@ -45,7 +45,7 @@ class TraceRecords:
     """The records of one conversation, as an episode's are kept."""
 
     def __init__(
-        self, talks: Talks, key: str, user: str, keep: Keep, codec: ChatCodec, redact: Redactor | None
+        self, talks: Talks, key: str, user: str, keep: TrafficRetention, codec: ChatCodec, redact: Redactor | None
     ) -> None:
         self._talks, self._key, self._user, self._keep = talks, key, user, keep
         self._codec, self._redact = codec, redact
@@ -85,14 +85,22 @@ class _Nobody:
     """Drives a conversation: whoever asks does."""
 
     def begin(
-        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+        self,
+        setting: EpisodeSetting,
+        order: EpisodeSpec,
+        attempt: int,
+        session: Session,
+        past: ResumeState,
+        timings: Timings,
     ) -> Playing:
         raise RuntimeError("a conversation has no attempts")
 
-    async def resume(self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]) -> Again:
+    async def resume(
+        self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
+    ) -> StartOver:
         raise RuntimeError("a conversation has no attempts")
 
-    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+    async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         raise RuntimeError("a conversation has no attempts")
 
 
@@ -103,7 +111,7 @@ class Talking:
         self,
         talks: Talks,
         jobs: TalkJobs,
-        keep: Keep,
+        keep: TrafficRetention,
         now: Callable[[], float],
         model_names: Sequence[str] = ("policy",),
         redact: Redactor | None = None,
@@ -119,7 +127,7 @@ class Talking:
         """By trace, each with its key and its user; the one that was silent longest first."""
         self._repeated: set[str] = set()
 
-    async def ask(self, key: str, ask: Ask) -> Delivery:
+    async def ask(self, key: str, ask: TurnRequest) -> Delivery:
         if ask.unsupported:
             raise ask.unsupported[0]  # no job says otherwise
         with self._repeating(Presented.read(key), ask) as is_given_again:
@@ -130,7 +138,7 @@ class Talking:
         delivery.trace = str(conversation.key.group)
         return delivery
 
-    async def count_tokens(self, key: str, ask: Ask) -> int:
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         presented, _ = await self._known(key)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
@@ -153,7 +161,7 @@ class Talking:
         self._conversations.clear()
         await self._jobs.close()
 
-    async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKey]:
+    async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKeyRecord]:
         presented = Presented.read(key)
         try:
             found = None if presented is None else await self._talks.use(presented, num_turns=num_turns)
@@ -170,7 +178,7 @@ class Talking:
         return presented, found
 
     @contextlib.contextmanager
-    def _repeating(self, presented: Presented | None, ask: Ask) -> Iterator[bool]:
+    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[bool]:
         """Whether it gets a turn that was used up before. Of equal requests at once that is one: a turn that was lost
         is given again to one of them, and the others begin turns."""
         name = "" if presented is None else f"{presented.id} {ask.digest}"
@@ -184,7 +192,7 @@ class Talking:
             if is_given_again:
                 self._repeated.discard(name)
 
-    def _continued(self, key: str, ask: Ask) -> AgentEpisode | None:
+    def _continued(self, key: str, ask: TurnRequest) -> AgentEpisode | None:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
         for trace, ((owner, user), conversation) in reversed(self._conversations.items()):
             is_theirs = owner == key and ask.user in ("", user)
@@ -230,10 +238,10 @@ class Talking:
         raise Refusal(RefusalKind.INVALID, "this key just talks: it has no episode to be rewarded or finished")
 
 
-def _order(job: TalkJob, key: EpisodeKey) -> Order:
+def _order(job: TalkJob, key: EpisodeKey) -> EpisodeSpec:
     spec, context = job.spec, job.context_tokens
-    lease = EpisodeLease(key, 0, 0, Split.TRAIN, task_index=0, environment=0, group_size=1)
-    return Order(
+    lease = LeasedEpisode(key, 0, 0, Split.TRAIN, task_index=0, environment=0, group_size=1)
+    return EpisodeSpec(
         lease=lease,
         environment=cast(Environment, None),  # there is none, and nobody asks for it
         limits=EpisodeLimits(

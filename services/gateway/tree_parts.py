@@ -13,11 +13,11 @@ import msgspec
 
 from gspo_core.types import StopReason
 from services.gateway.history import TurnEntry
-from services.gateway.snapshots import Reward, TreeSnapshot
+from services.gateway.snapshots import StoredReward, TreeSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TreePart:
     data: bytes
     turns: Mapping[int, bytes]
     """As they are in it."""
@@ -62,12 +62,12 @@ class TreeParts:
         self,
         entries: Mapping[int, TurnEntry],
         changing: Collection[int],
-        rewards: Sequence[Reward],
+        rewards: Sequence[StoredReward],
         stopped: StopReason | None,
         *,
         finished: bool,
         num_refused: int = 0,
-    ) -> Part:
+    ) -> TreePart:
         """``changing``: turns that may change at any time."""
         numbers = {**self._touched, **dict.fromkeys(changing)}
         encoded = {number: _encoded(entries[number]) for number in numbers}
@@ -77,9 +77,9 @@ class TreeParts:
         tree = TreeSnapshot(turns, new, stopped or "", finished, num_rewards=since, num_refused=num_refused)
         state = tree.stopped, finished, num_refused
         is_empty = not turns and not tree.rewards and state == self._state
-        return Part(tree.encode(), encoded, len(rewards), is_empty, state)
+        return TreePart(tree.encode(), encoded, len(rewards), is_empty, state)
 
-    def stored(self, part: Part) -> None:
+    def stored(self, part: TreePart) -> None:
         self.num_bytes += len(part.data)
         self._state = part.state
         self._stored |= part.turns

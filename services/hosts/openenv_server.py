@@ -49,7 +49,7 @@ _ACTION: JSON = {
 _SCHEMA: JSON = {"action": _ACTION, "observation": {"type": "object"}, "state": {"type": "object"}}
 
 
-class Answer(TypedDict):
+class ServerFrame(TypedDict):
     """A frame to the client."""
 
     type: str
@@ -96,7 +96,7 @@ class Seen(TypedDict, total=False):
     error: str | None
 
 
-class Refusal(Exception):
+class FrameRefused(Exception):
     """A request is answered by an error; the connection stays open."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -116,7 +116,7 @@ class ServedEpisode:
     score: tuple[float, dict[str, float]] | None = None
     num_steps: int = 0
     episode_id: str = ""
-    answers: Mapping[str, Callable[[RequestData], Awaitable[Answer]]] = field(init=False)
+    answers: Mapping[str, Callable[[RequestData], Awaitable[ServerFrame]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answers = {
@@ -127,7 +127,7 @@ class ServedEpisode:
             "score": self.final,
         }
 
-    async def answer(self, text: str | bytes) -> Answer:
+    async def answer(self, text: str | bytes) -> ServerFrame:
         """The frame that answers ``text``."""
         try:
             request = json.loads(text)
@@ -138,7 +138,7 @@ class ServedEpisode:
             return _error("UNKNOWN_TYPE", f"unknown type {kind!r}; known: {[*self.answers, 'close']}")
         try:
             return await self.answers[kind](data)
-        except Refusal as refusal:
+        except FrameRefused as refusal:
             return _error(refusal.code, str(refusal))
         except EnvironmentFailed as failure:
             return _error("EXECUTION_ERROR", str(failure))
@@ -147,13 +147,13 @@ class ServedEpisode:
         if self.session is not None:
             await self.session.close()
 
-    async def reset(self, data: RequestData) -> Answer:
+    async def reset(self, data: RequestData) -> ServerFrame:
         """``index`` and ``split`` name a task; without them the seed chooses one."""
         await self.close()
         seed, split = _number(data.get("seed") or 0), _split(data.get("split", "train"))
         num_tasks = self.environment.num_tasks(split)
         if num_tasks == 0:
-            raise Refusal("VALIDATION_ERROR", f"there are no {split} tasks")
+            raise FrameRefused("VALIDATION_ERROR", f"there are no {split} tasks")
         index = _number(data["index"]) if "index" in data else seed % num_tasks
         self.is_done, self.paid, self.score, self.num_steps = False, 0.0, None, 0
         self.episode_id = str(data.get("episode_id") or "")
@@ -162,36 +162,36 @@ class ServedEpisode:
         messages: list[Message] = [{**message} for message in start.messages]
         return _observed({"text": str(messages[-1]["content"]), "messages": messages}, None, False)
 
-    async def step(self, data: RequestData) -> Answer:
+    async def step(self, data: RequestData) -> ServerFrame:
         kind, name = data.get("type"), data.get("tool_name")
         if kind == "list_tools":
             return _observed({"tools": [_listed(tool) for tool in self.environment.tools]}, None, False)
         if self.session is None or self.is_done:
-            raise Refusal("EXECUTION_ERROR", "reset first" if self.session is None else "the episode is over")
+            raise FrameRefused("EXECUTION_ERROR", "reset first" if self.session is None else "the episode is over")
         if kind == "message":
             turn = ParsedTurn(str(data.get("text", "")))
         elif kind == "call_tool" and isinstance(name, str):
             call = ToolCall(name, data.get("arguments", {}), CallStatus.OK, "", 0, 0)
             turn = ParsedTurn("", (call,))
         else:
-            raise Refusal("VALIDATION_ERROR", "a step must be call_tool with a tool_name, message, or list_tools")
+            raise FrameRefused("VALIDATION_ERROR", "a step must be call_tool with a tool_name, message, or list_tools")
         self.num_steps += 1
         observation = await self.session.act(turn)
         return await self._seen(observation, None if kind == "message" else str(name))
 
-    async def state(self, data: RequestData) -> Answer:
+    async def state(self, data: RequestData) -> ServerFrame:
         return {"type": "state", "data": {"episode_id": self.episode_id, "step_count": self.num_steps}}
 
-    async def tools(self, data: RequestData) -> Answer:
+    async def tools(self, data: RequestData) -> ServerFrame:
         return {"type": "tools", "data": {"tools": [{**tool} for tool in self.environment.tools]}}
 
-    async def final(self, data: RequestData) -> Answer:
+    async def final(self, data: RequestData) -> ServerFrame:
         if self.session is None:
-            raise Refusal("EXECUTION_ERROR", "reset first")
+            raise FrameRefused("EXECUTION_ERROR", "reset first")
         reward, parts = await self._judged()
         return {"type": "score", "data": {"reward": reward, "parts": parts}}
 
-    async def _seen(self, observation: Observation, tool: str | None) -> Answer:
+    async def _seen(self, observation: Observation, tool: str | None) -> ServerFrame:
         text = "\n".join(str(message["content"]) for message in observation.messages)
         self.paid += observation.reward or 0.0
         self.is_done = observation.done
@@ -269,21 +269,21 @@ def _parts(request: JSON) -> tuple[str, RequestData]:
 def _number(given: JSON) -> int:
     if isinstance(given, int | float | str):
         return int(given)
-    raise Refusal("VALIDATION_ERROR", f"not a whole number: {given!r:.80}")
+    raise FrameRefused("VALIDATION_ERROR", f"not a whole number: {given!r:.80}")
 
 
 def _split(name: JSON) -> Split:
     try:
         return Split(str(name))
     except ValueError:
-        raise Refusal("VALIDATION_ERROR", f"split must be train or eval, not {name!r}") from None
+        raise FrameRefused("VALIDATION_ERROR", f"split must be train or eval, not {name!r}") from None
 
 
-def _error(code: str, message: str, **more: int) -> Answer:
+def _error(code: str, message: str, **more: int) -> ServerFrame:
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 
-def _observed(observation: Seen, reward: float | None, done: bool) -> Answer:
+def _observed(observation: Seen, reward: float | None, done: bool) -> ServerFrame:
     return {
         "type": "observation",
         "data": {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done},

@@ -66,7 +66,7 @@ class Died(Exception):
         """False: what it was asked certainly had no effect."""
 
 
-class Reply(msgspec.Struct):
+class HostReply(msgspec.Struct):
     id: int
     result: Any = None
     failed: tuple[str, str] | None = None
@@ -77,13 +77,13 @@ class Reply(msgspec.Struct):
     evidence: tuple[dict[str, str], dict[str, str]] | None = None
 
 
-_read_reply = msgspec.json.Decoder(Reply).decode
+_read_reply = msgspec.json.Decoder(HostReply).decode
 
 
 @dataclass
 class _Call:
     session: int
-    future: asyncio.Future[Reply]
+    future: asyncio.Future[HostReply]
     budget_s: float
     begun: float
     overdue: asyncio.TimerHandle | None = None
@@ -111,7 +111,7 @@ class HostProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._concluding: asyncio.Task[None] | None = None
 
-    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> HostReply:
         """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None or self._transport is None:
             raise Died(self.death or Death(Cause.KILLED))

@@ -17,7 +17,7 @@ import msgspec
 
 from gspo_core.environment_contract import InvalidEnvironment
 from services.hosts import wire
-from services.hosts.process import Cause, Death, Died, Reply
+from services.hosts.process import Cause, Death, Died, HostReply
 from services.hosts.server import BootFailed, HostOrder
 from services.hosts.wire import BadFrame, HostDescription
 
@@ -36,7 +36,7 @@ class Said(msgspec.Struct):
     failed: str | None = None
     forked: int | None = None
     pid: int = 0
-    reply: Reply | None = None
+    reply: HostReply | None = None
     leaving: int | None = None
     """The last call that it has begun: it begins no other."""
     died: int | None = None
@@ -139,7 +139,7 @@ class RemoteHost(asyncio.Protocol):
         self._ready: asyncio.Future[HostDescription] = self._loop.create_future()
         self._processes: dict[int, RemoteProcess] = {}
         self._forking: dict[int, asyncio.Future[int]] = {}
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._calls: dict[int, asyncio.Future[HostReply]] = {}
         self._next_call = 0
         self._last_begun: int | None = None
         """Of a service that is leaving."""
@@ -262,7 +262,7 @@ class RemoteHost(asyncio.Protocol):
             if not forked.done():
                 forked.set_exception(BootFailed(str(error)))
 
-    async def ask(self, call: _Call, answered: asyncio.Future[Reply]) -> Reply:
+    async def ask(self, call: _Call, answered: asyncio.Future[HostReply]) -> HostReply:
         self._next_call += 1
         number = self._next_call
         self._calls[number] = answered
@@ -287,14 +287,14 @@ class RemoteProcess:
         self.death: Death | None = None
         self.on_death: Callable[[RemoteProcess], None] = lambda process: None
         self._host = host
-        self._owed: dict[asyncio.Future[Reply], int] = {}
+        self._owed: dict[asyncio.Future[HostReply], int] = {}
         """Outstanding answers, with their sessions."""
 
-    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> HostReply:
         """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None:
             raise Died(self.death)
-        answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[HostReply] = asyncio.get_running_loop().create_future()
         self._owed[answered] = session
         call: _Call = {
             "process": self.number,

@@ -27,7 +27,7 @@ from services.files.data_dir import DataDir
 from services.hosts import wire
 from services.hosts.local import LocalHosts
 from services.hosts.policy import WallPolicy
-from services.hosts.process import Cause, Death, Died, HostProcess, Reply
+from services.hosts.process import Cause, Death, Died, HostProcess, HostReply
 from services.hosts.remote import SILENCE_S
 from services.hosts.server import BootFailed, HostOrder, RunningHost
 from services.hosts.venv import Interpreters
@@ -220,7 +220,7 @@ class Guest:
             reply = await process.call(request.session, request.operation, request.budget_s, request.given)
             self._answer(number, request.operation, reply)
 
-    def _answer(self, number: int, operation: str, reply: Reply) -> None:
+    def _answer(self, number: int, operation: str, reply: HostReply) -> None:
         try:
             self._say({"reply": msgspec.structs.asdict(reply) | {"id": number}})
         except wire.FrameTooLong as error:

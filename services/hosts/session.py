@@ -32,7 +32,7 @@ from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.types import NOTHING, Evidence, Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
-from services.hosts.process import Cause, Death, Died, Reply
+from services.hosts.process import Cause, Death, Died, HostReply
 from services.hosts.server import HostOrder, RunningHost
 
 # How often a session may lose its process through no fault of its own before its episode starts again.
@@ -241,7 +241,7 @@ class HostedSession:
     def _judging(self) -> wire.Arguments:
         return {"evidence_bytes": self._evidence_bytes} if self._evidence_bytes else {}
 
-    def _scored(self, reply: Reply) -> tuple[float, dict[str, float]]:
+    def _scored(self, reply: HostReply) -> tuple[float, dict[str, float]]:
         self.evidence = NOTHING if reply.evidence is None else Evidence(*reply.evidence)
         reward, parts = wire.score_from_json(reply.result)
         _check("score", {**parts}, reward)
@@ -305,7 +305,7 @@ class HostedSession:
             self._count("host/broken_by_policy")
         return observation
 
-    async def _call(self, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
+    async def _call(self, operation: str, budget_s: float, arguments: wire.Arguments) -> HostReply:
         seat = self._seat
         assert seat is not None
         reply = await seat.process.call(seat.session, operation, budget_s, arguments)
@@ -434,7 +434,7 @@ class HostedAgentSession(HostedSession):
 
     async def _ask(
         self, operation: str, budget_s: float, phase: Phase, arguments: wire.Arguments | None = None
-    ) -> Reply:
+    ) -> HostReply:
         if self._seat is None:
             raise SessionLost("host", "the agent's process is gone")
         try:

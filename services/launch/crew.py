@@ -2,7 +2,8 @@
 
 Duty: start them in order, start again what ends, and let them leave in reverse order, each kind within its time. Rule:
 what cannot start is told with the end of its log after its third try, long before anybody would wait for it; what ran
-once is started again for as long as the crew exists. How a member is started and signalled is its ``Place``'s business.
+once is started again for as long as the crew exists. How a member is started and signalled is its ``CrewPlace``'s
+business.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Running(Protocol):
     def kill(self) -> None: ...
 
 
-class Place(Protocol):
+class CrewPlace(Protocol):
     def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> Running:
         """Returns at once. Its output goes to the log of the member."""
         ...
@@ -55,7 +56,7 @@ class Crew:
     def __init__(
         self,
         installation: Installation,
-        place: Place,
+        place: CrewPlace,
         say: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.launch.crew import LOOK_S, Crew, CrewError, Place
+from services.launch.crew import LOOK_S, Crew, CrewError, CrewPlace
 from services.launch.first_secrets import make_secrets
 from services.launch.installation import Installation
 from services.launch.placement import described
@@ -34,7 +34,7 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
-def run(installation: Installation, place: Place, submission: Submission | None) -> int:
+def run(installation: Installation, place: CrewPlace, submission: Submission | None) -> int:
     """The exit status: that of following the job, 1 if the installation could not start, 143 when told to leave."""
     for folder in (installation.data_dir.logs, installation.data_dir.redis):
         folder.mkdir(parents=True, exist_ok=True)

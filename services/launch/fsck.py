@@ -20,7 +20,7 @@ from services.files.installation import InstallationFiles
 from services.process.settings import SettingsError, load_settings
 from services.state.away import Away, RedisFault
 from services.state.client import connect
-from services.state.installation import Installation
+from services.state.installation import InstallationGuard
 from services.state.store import JobRecord, Store
 
 CONTACT_S = 5.0
@@ -81,7 +81,7 @@ def _beside_redis(data_dir: DataDir) -> Iterator[tuple[str, str]]:
 async def _look_into(url: str, data_dir: DataDir) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     async with connect(url) as redis, asyncio.timeout(CONTACT_S):
-        held_id, token = await Installation(redis, data_dir).held()
+        held_id, token = await InstallationGuard(redis, data_dir).held()
         files = InstallationFiles(data_dir)
         own, served = await asyncio.to_thread(files.id), await asyncio.to_thread(files.served)
         if held_id is not None and held_id != own:

@@ -33,7 +33,7 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlacementRequest:
     """What a user asks for; ``None`` leaves it to the defaults."""
 
     nodes: int = 1
@@ -81,7 +81,7 @@ class Member:
         return self.share.memory_mb * max(self.ranks, len(self.devices))
 
 
-def place(wanted: Wanted, site: Site) -> tuple[Member, ...]:
+def place(wanted: PlacementRequest, site: Site) -> tuple[Member, ...]:
     """The members in the order of their start. Raises PlacementError."""
     _check_counts(wanted)
     division = wanted.gpus or _divided(wanted)
@@ -94,7 +94,7 @@ def place(wanted: Wanted, site: Site) -> tuple[Member, ...]:
     return tuple(placed)
 
 
-def _members(process: Process, wanted: Wanted, division: Mapping[str, tuple[Gpu, ...]]) -> list[Member]:
+def _members(process: Process, wanted: PlacementRequest, division: Mapping[str, tuple[Gpu, ...]]) -> list[Member]:
     if process is topology.ENGINE:
         return _engines(process, wanted, division.get(ENGINES, ()))
     if process is topology.TRAINER:
@@ -105,7 +105,7 @@ def _members(process: Process, wanted: Wanted, division: Mapping[str, tuple[Gpu,
     return [Member(process.name, process)]
 
 
-def _engines(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Member]:
+def _engines(process: Process, wanted: PlacementRequest, gpus: Sequence[Gpu]) -> list[Member]:
     if not gpus:
         number = wanted.engines if wanted.engines is not None else wanted.nodes
         places: list[tuple[int, tuple[int, ...]]] = [(index % wanted.nodes, ()) for index in range(number)]
@@ -124,7 +124,7 @@ def _engines(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Memb
     ]
 
 
-def _trainers(process: Process, wanted: Wanted, gpus: Sequence[Gpu]) -> list[Member]:
+def _trainers(process: Process, wanted: PlacementRequest, gpus: Sequence[Gpu]) -> list[Member]:
     if gpus:
         gangs = [
             [(node, tuple(device for _, device in own)) for node, own in groupby(_by_node(part), key=_node)]
@@ -169,7 +169,7 @@ def _parts(gpus: Sequence[Gpu], number: int, what: str) -> list[Sequence[Gpu]]:
     return [gpus[start : start + each] for start in range(0, len(gpus), each)]
 
 
-def _divided(wanted: Wanted) -> dict[str, tuple[Gpu, ...]]:
+def _divided(wanted: PlacementRequest) -> dict[str, tuple[Gpu, ...]]:
     """Without ``--gpus``: on one node half for each, on several the first nodes for trainers."""
     every = [(node, device) for node in range(wanted.nodes) for device in range(wanted.gpus_per_node)]
     if not every:
@@ -182,7 +182,7 @@ def _divided(wanted: Wanted) -> dict[str, tuple[Gpu, ...]]:
     return {TRAINER: tuple(every[:first]), ENGINES: tuple(every[first:])}
 
 
-def _check_counts(wanted: Wanted) -> None:
+def _check_counts(wanted: PlacementRequest) -> None:
     if wanted.nodes < 1 or wanted.gpus_per_node < 0:
         raise PlacementError(f"--nodes {wanted.nodes} --gpus-per-node {wanted.gpus_per_node}: there is nothing to use")
     if not 1 <= wanted.trainer_nodes <= wanted.nodes or wanted.trainer_ranks < 1:
@@ -200,7 +200,7 @@ def _check_counts(wanted: Wanted) -> None:
         raise PlacementError("--engines starts engines, but they are given already, by their addresses")
 
 
-def _check_division(division: Mapping[str, tuple[Gpu, ...]], wanted: Wanted) -> None:
+def _check_division(division: Mapping[str, tuple[Gpu, ...]], wanted: PlacementRequest) -> None:
     for role, gpus in division.items():
         if len(set(gpus)) < len(gpus):
             raise PlacementError(f"--gpus gives {role} a GPU twice: {_listed(gpus)}")
@@ -216,7 +216,7 @@ def _check_division(division: Mapping[str, tuple[Gpu, ...]], wanted: Wanted) -> 
         raise PlacementError(f"trainer and engines would share GPU {_listed(both)}, which is not possible here")
 
 
-def _what_there_is(wanted: Wanted) -> str:
+def _what_there_is(wanted: PlacementRequest) -> str:
     if not wanted.gpus_per_node:
         return "there are none at all (CUDA_VISIBLE_DEVICES, --gpus-per-node)"
     each = f" on each of {wanted.nodes} nodes" if wanted.nodes > 1 else ""

@@ -12,7 +12,7 @@ from gspo_core.cli.command import CommandError
 from services.launch import engine_command, engine_versions, topology
 from services.launch.engine_command import BadEngineCommand, EngineCommand
 from services.launch.engine_versions import NoVersion, Unanswered
-from services.launch.placement import Member, PlacementError, Wanted, parse_gpus
+from services.launch.placement import Member, PlacementError, PlacementRequest, parse_gpus
 from services.launch.topology import ENGINE, Share, Site
 
 NO_KEYED_VLLM = (
@@ -115,12 +115,12 @@ def model_of(arguments: argparse.Namespace) -> str:
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
-def cluster_wanted(arguments: argparse.Namespace) -> Wanted:
+def cluster_wanted(arguments: argparse.Namespace) -> PlacementRequest:
     """Raises CommandError."""
     if arguments.trainer_nodes is not None and arguments.gpus:
         raise CommandError("--gpus says on which nodes a trainer is, and --trainer-nodes too: leave one of the two out")
     try:
-        return Wanted(
+        return PlacementRequest(
             nodes=arguments.nodes,
             gpus_per_node=arguments.gpus_per_node,
             trainers=arguments.trainers,

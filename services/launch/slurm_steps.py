@@ -28,7 +28,7 @@ class SlurmSteps:
         self._data_dir = data_dir
         self._more = more
 
-    def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> Step:
+    def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> SlurmStep:
         argv = [
             "srun",
             f"--job-name={member.name}",
@@ -49,10 +49,10 @@ class SlurmSteps:
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
-        return Step(member.name, srun)
+        return SlurmStep(member.name, srun)
 
 
-class Step:
+class SlurmStep:
     def __init__(self, name: str, srun: subprocess.Popen[bytes]) -> None:
         self._name = name
         self._srun = srun

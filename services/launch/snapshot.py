@@ -119,7 +119,7 @@ def _said_of(done: Round) -> str:
     return f"{_said(done.snapshot, done.tally)}; {done.took_s:.1f} s"
 
 
-def _said(made: snapshots.Snapshot, tally: snapshots.Tally) -> str:
+def _said(made: snapshots.InstallationSnapshot, tally: snapshots.Tally) -> str:
     new = f"new: {tally.num_files} files, {_size(tally.num_bytes)}"
     return f"{made.name}: {len(made.jobs)} job(s), {_size(made.size_bytes)}; {new}"
 

@@ -34,7 +34,7 @@ from services.launch import engine_command, topology
 from services.launch.engine_command import EngineCommand
 from services.launch.first_secrets import ENGINE_CONFIG, write_engine_config
 from services.launch.gpus import VISIBLE
-from services.launch.placement import Gpu, Member, Wanted, place
+from services.launch.placement import Gpu, Member, PlacementRequest, place
 from services.launch.topology import Process, Site
 from services.process.children import die_with_parent
 from services.process.listening import listen
@@ -80,8 +80,8 @@ class StackConfig:
     """Extra GSPO_* settings for every process."""
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(
+    def wanted(self) -> PlacementRequest:
+        return PlacementRequest(
             gpus_per_node=len(self.devices),
             trainers=self.trainers,
             engines=self.engines,

@@ -37,7 +37,7 @@ class Part(Enum):
     NOTHING = "nothing"
 
 
-class Waiting:
+class ConnectionPatience:
     """How long a connection may go on as it does."""
 
     __slots__ = ("_left_s", "_num_sent", "_unread_s", "part")

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.process.account import tell_of_root
-from services.process.http_connections import Crowd, Part, Waiting, allowed_connections, look_after
+from services.process.http_connections import ConnectionPatience, Crowd, Part, allowed_connections, look_after
 from services.process.listening import listen
 from services.process.telemetry import get_logger
 
@@ -131,7 +131,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *given: Any, crowd: Crowd, **named: Any) -> None:
         super().__init__(*given, **named)
         self._crowd = crowd
-        self._waiting = Waiting()
+        self._waiting = ConnectionPatience()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gathered = Gathered(transport)

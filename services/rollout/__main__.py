@@ -36,7 +36,7 @@ from services.state.worker_requests import WorkerRequests
 from services.workers.loading import load_job
 from services.workers.processes import watch
 from services.workers.starting import boot_for, traces_to
-from services.workers.worker import Worker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.
 LEAVING_S = 12.0
@@ -61,7 +61,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         runner = RequestRunner(WorkerRequests(redis), sites, here, config.name)
         traces = traces_to(settings.trace_endpoint, "rollout", config.name, share=settings.trace_share)
         boot = boot_for(settings.env_hosts, settings.env_token, interpreters, policy)
-        worker = Worker(
+        worker = EpisodeWorker(
             config,
             bus,
             store,

@@ -25,7 +25,7 @@ from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
 from services.workers.scoring import in_order, with_length, without_asking
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 from services.workers.timings import Timings
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class EpisodeAttempt:
     def __init__(
         self,
         setting: EpisodeSetting,
-        order: Order,
+        order: EpisodeSpec,
         session: Session,
         ledger: Ledger,
         record: Sequence[Segment] = (),
@@ -72,7 +72,7 @@ class EpisodeAttempt:
 
     async def play(self) -> Outcome:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
-        self._leased_at = self._setting.clock()  # waiting for a place was no use of it
+        self._leased_at = self._setting.clock()  # time spent waiting for a place does not count
         stop = await (self._begin() if self._world is None else self._go_on(self._world))
         while stop is None:
             stop = await self._sample_turn() or await self._act()

@@ -13,21 +13,27 @@ from services.episodes.ledger import Ledger
 from services.episodes.worlds import WorldSnapshot, num_finished_turns
 from services.rollout.attempt import EpisodeAttempt
 from services.state.queue import Snapshot
-from services.workers.setting import Again, EpisodeSetting, GoOn, Order, Past, Rewind
+from services.workers.setting import EpisodeSetting, EpisodeSpec, GoOn, ResumeState, Rewind, StartOver
 from services.workers.timings import Timings
 
 
 class EnvironmentDriver:
     def begin(
-        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+        self,
+        setting: EpisodeSetting,
+        order: EpisodeSpec,
+        attempt: int,
+        session: Session,
+        past: ResumeState,
+        timings: Timings,
     ) -> EpisodeAttempt:
         ledger = Ledger(order.key, attempt, order.temperature)
         world = None if past.snapshot is None else WorldSnapshot.decode(past.snapshot)
         return EpisodeAttempt(setting, order, session, ledger, past.record, world=world, timings=timings)
 
     async def resume(
-        self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
-    ) -> GoOn | Rewind | Again:
+        self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | StartOver:
         environment, stop_ids = order.environment, setting.codec.stop_ids
         kept = await _kept(setting, order, attempt) if environment.has_snapshot else None
         world = None if kept is None else WorldSnapshot.decode(kept.data)
@@ -38,16 +44,16 @@ class EnvironmentDriver:
             if kept.num_segments and not environment.replayable:
                 # Later turns may or may not have been acted on.
                 stands = world.stands_at(record[: kept.num_segments], stop_ids)
-                return Rewind(kept.num_segments, kept.data) if stands else Again()
+                return Rewind(kept.num_segments, kept.data) if stands else StartOver()
         # Before the environment has acted, its start may be repeated: a new attempt would do the same.
         if num_finished_turns(record, stop_ids) and not environment.replayable:
-            return Again("episodes/restarted")
+            return StartOver("episodes/restarted")
         return GoOn()
 
-    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+    async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         return False
 
 
-async def _kept(setting: EpisodeSetting, order: Order, attempt: int) -> Snapshot | None:
+async def _kept(setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> Snapshot | None:
     kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
     return kept if kept is not None and kept.attempt == attempt else None

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from services.state.away import Away
-from services.state.fleet_records import Described, EngineRecord
+from services.state.fleet_records import DescribedEngine, EngineRecord
 
 # A beat is a tenth of the lease, so an engine that is loading weights may miss some.
 BEATS_PER_LEASE = 10
 # Deadline for an engine's answer; a slower engine gets no beat.
 ANSWER_S = 2.0
 
-Ask = Callable[[], Awaitable[Described | None]]
+Ask = Callable[[], Awaitable[DescribedEngine | None]]
 """Returns the engine's description, or None if it does not answer within ``ANSWER_S``."""
 
 

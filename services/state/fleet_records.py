@@ -153,7 +153,7 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
         return not self.counters.get("turns/asked") and ended_unheard >= MIN_UNHEARD
 
 
-class Described(Protocol):
+class DescribedEngine(Protocol):
     """An engine's description of itself."""
 
     @property
@@ -188,7 +188,7 @@ class EngineRecord(ProcessRecord, frozen=True, kw_only=True):
     read_elsewhere: ClassVar[tuple[str, ...]] = ("beats", "job", "draining", "report")
 
     @classmethod
-    def of(cls, url: str, said: Described) -> EngineRecord:
+    def of(cls, url: str, said: DescribedEngine) -> EngineRecord:
         """Names an engine by its address. Keys and other paths of its server stay out."""
         return cls(
             id=url,

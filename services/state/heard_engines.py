@@ -13,7 +13,7 @@ from typing import Protocol
 from services.state.away import Away
 from services.state.engine_beats import Ask
 from services.state.engine_sightings import WATCH_LEASE_S, Sighting
-from services.state.fleet_records import Described
+from services.state.fleet_records import DescribedEngine
 
 # Engines are looked at once a second; longer than it takes to tell of that on a busy machine.
 FRESH_S = 1.5 * WATCH_LEASE_S
@@ -61,10 +61,10 @@ class HeardEngines:
 def seldom_asked(engines: Mapping[str, Ask], heard: HeardEngines) -> dict[str, Ask]:
     """The same questions, and the last answer again for as long as the engine is seen to hold the same weights."""
 
-    def of(url: str, ask: Ask) -> Callable[[], Awaitable[Described | None]]:
-        last: Described | None = None
+    def of(url: str, ask: Ask) -> Callable[[], Awaitable[DescribedEngine | None]]:
+        last: DescribedEngine | None = None
 
-        async def answer() -> Described | None:
+        async def answer() -> DescribedEngine | None:
             nonlocal last
             if last is None or not last.label or await heard.label(url) != last.label:
                 last = await ask()

@@ -32,7 +32,7 @@ class WrongInstallation(RuntimeError):
     """Redis and data directory do not belong together; the message is for the operator."""
 
 
-class Installation:
+class InstallationGuard:
     """Call ``check`` before anything is read or written; ``run`` for as long as the process lives."""
 
     def __init__(self, redis: RedisClient, data_dir: DataDir, *, beat_s: float = BEAT_S) -> None:

@@ -229,7 +229,7 @@ LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole le
 
 
 @dataclass(frozen=True, slots=True)
-class JobAttempt:
+class TrainerAttempt:
     """One trainer's ownership of a job."""
 
     attempt: int
@@ -286,7 +286,7 @@ class JobRecord:
     """Set once cancellation is requested."""
     num_yields: int = 0
     """How often it gave its trainer to others since its last new step."""
-    attempts: tuple[JobAttempt, ...] = ()
+    attempts: tuple[TrainerAttempt, ...] = ()
     """The most recent owners, each with the reason its attempt ended."""
     went_back: WentBack | None = None
     """The last time, if it ever did. What its files say holds only once they say this."""
@@ -376,6 +376,6 @@ def _read(job: str, fields: dict[bytes, bytes]) -> JobRecord:
         settings=json.loads(record.get("settings", "{}")),
         cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
         num_yields=int(record.get("yields", 0)),
-        attempts=tuple(JobAttempt(**one) for one in json.loads(record.get("attempts", "[]"))),
+        attempts=tuple(TrainerAttempt(**one) for one in json.loads(record.get("attempts", "[]"))),
         went_back=WentBack.decode(record["went_back"]) if "went_back" in record else None,
     )

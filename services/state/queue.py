@@ -32,13 +32,13 @@ from services.state.queue_records import (
     Append,
     AwaitedReward,
     DeadLetter,
-    EpisodeLease,
     EpisodeView,
     ErasedWord,
     GroupEnd,
     GroupView,
     Joined,
     Kept,
+    LeasedEpisode,
     PostedReward,
     QueueUsage,
     ReadyGroup,
@@ -62,13 +62,13 @@ __all__ = [
     "Bus",
     "Conflict",
     "DeadLetter",
-    "EpisodeLease",
     "EpisodeView",
     "Fenced",
     "Full",
     "Gap",
     "GroupView",
     "Kept",
+    "LeasedEpisode",
     "QueueUsage",
     "ReadyGroup",
     "Snapshot",
@@ -279,7 +279,7 @@ class Bus:
         """End the lease in an orderly way, after handing everything back."""
         await self._functions.call("end_lease", service_keys(), worker, token, "")
 
-    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[EpisodeLease]:
+    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[LeasedEpisode]:
         """Lease up to ``limit`` episodes: returned ones before new ones, oldest first.
 
         After an error the next call returns the episodes the failed call leased, if any, whatever its own limit.
@@ -290,7 +290,7 @@ class Bus:
             del self._unanswered[job, token]
         return [read_lease(job, row) for row in rows]
 
-    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[LeasedEpisode]:
         """Lease exactly these episodes, as far as they wait for a worker or already belong to this one.
 
         For callers that agree elsewhere on which worker plays which episode; other workers call ``lease``.

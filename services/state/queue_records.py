@@ -34,7 +34,7 @@ GroupEnd: TypeAlias = Literal["trained", "evaluated"] | DropReason
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeLease:
+class LeasedEpisode:
     """An episode to run, or to resume after its ``num_segments`` segments of ``attempt``."""
 
     key: EpisodeKey
@@ -259,9 +259,9 @@ def digest_of_bytes(data: bytes) -> str:
     return f"{crc32(data):08x}{len(data):x}"
 
 
-def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
+def read_lease(job: str, row: Sequence[Any]) -> LeasedEpisode:
     group, member, attempt, num_segments, split, task_index, environment, size, failures, note, epoch, reads = row
-    return EpisodeLease(
+    return LeasedEpisode(
         EpisodeKey(job, int(group), int(member)),
         attempt=int(attempt),
         num_segments=int(num_segments),

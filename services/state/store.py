@@ -27,13 +27,13 @@ from services.state.jobs import (
     DesiredState,
     IllegalTransition,
     InvalidCursor,
-    JobAttempt,
     JobConflict,
     JobInUse,
     JobNotFound,
     JobRecord,
     JobStatus,
     StatusReason,
+    TrainerAttempt,
 )
 from services.state.leases import BeatWatch
 from services.state.metrics import MetricSeries
@@ -49,7 +49,6 @@ __all__ = [
     "Fenced",
     "IllegalTransition",
     "InvalidCursor",
-    "JobAttempt",
     "JobConflict",
     "JobEvent",
     "JobInUse",
@@ -58,6 +57,7 @@ __all__ = [
     "JobStatus",
     "StatusReason",
     "Store",
+    "TrainerAttempt",
     "Version",
 ]
 

@@ -25,7 +25,7 @@ ErasedBy = Literal["t", "u", "k"]
 
 
 @dataclass(frozen=True, slots=True)
-class TalkKey:
+class TalkKeyRecord:
     """A key as it is shown, and what it has used."""
 
     id: str
@@ -42,7 +42,7 @@ class TalkKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class TrafficRetention:
     """How much of a job's traffic is kept."""
 
     bytes: int
@@ -87,7 +87,7 @@ class Talks:
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
 
-    async def make(self, job: str, given: TalkKey) -> str:
+    async def make(self, job: str, given: TalkKeyRecord) -> str:
         """The key itself, which is not kept. Raises Missing."""
         secret = secrets.token_urlsafe(32)
         shown = {name: getattr(given, name) for name in ("label", "created_at", "expires_at")}
@@ -98,7 +98,7 @@ class Talks:
         )
         return f"{PREFIX}{job}.{given.id}.{secret}"
 
-    async def all(self, job: str) -> list[TalkKey]:
+    async def all(self, job: str) -> list[TalkKeyRecord]:
         return sorted(
             map(_read, await self._functions.call("talk_keys", job_keys(job))), key=lambda one: one.created_at
         )
@@ -106,13 +106,22 @@ class Talks:
     async def revoke(self, job: str, id: str) -> bool:
         return bool(await self._functions.call("revoke_talk_key", job_keys(job), id))
 
-    async def use(self, presented: Presented, *, num_turns: int = 0) -> TalkKey:
+    async def use(self, presented: Presented, *, num_turns: int = 0) -> TalkKeyRecord:
         """Raises Fenced for a key that is none, and Full, which names what it has used up."""
         keys = job_keys(presented.job)
         return _read(await self._functions.call("use_talk_key", keys, presented.id, presented.digest, num_turns))
 
     async def record(
-        self, job: str, key: str, trace: int, user: str, payloads: Sequence[bytes], *, tokens: int, s: float, keep: Keep
+        self,
+        job: str,
+        key: str,
+        trace: int,
+        user: str,
+        payloads: Sequence[bytes],
+        *,
+        tokens: int,
+        s: float,
+        keep: TrafficRetention,
     ) -> None:
         """Raises Fenced once the key is revoked."""
         bounds = keep.bytes, keep.ms
@@ -120,7 +129,7 @@ class Talks:
             "record_traffic", job_keys(job), key, trace, user, tokens, int(s * 1000), *bounds, *payloads
         )
 
-    async def drop_old(self, job: str, keep: Keep) -> int:
+    async def drop_old(self, job: str, keep: TrafficRetention) -> int:
         """How many segments are gone, of a bounded number at once."""
         bounds = keep.bytes, keep.ms
         return int(await self._functions.call("drop_old_traffic", job_keys(job), *bounds, MOST_AT_ONCE))
@@ -143,10 +152,10 @@ class Talks:
         return int(await self._functions.call("erase_traffic", job_keys(job), by, name))
 
 
-def _read(row: Sequence[bytes]) -> TalkKey:
+def _read(row: Sequence[bytes]) -> TalkKeyRecord:
     id, _, shown, *numbers = (value.decode() for value in row)
     max_turns, max_tokens, most_ms, turns, tokens, ms = numbers
-    return TalkKey(
+    return TalkKeyRecord(
         id=id,
         **json.loads(shown),
         max_turns=int(max_turns) if max_turns else None,

@@ -32,7 +32,7 @@ from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import AnyLearner, RankedLearner
-from services.trainer.ranks.lines import Place
+from services.trainer.ranks.lines import RankPlace
 from services.trainer.run import JobRun
 from services.trainer.telling.attempt_messages import Capabilities
 from services.trainer.telling.status import JobStatusBoard
@@ -114,7 +114,7 @@ def make_learner(spec: JobSpec) -> Learner:
     )
 
 
-def make_ranked_learner(spec: JobSpec, place: Place, followers: Followers) -> RankedLearner:
+def make_ranked_learner(spec: JobSpec, place: RankPlace, followers: Followers) -> RankedLearner:
     return RankedLearner(
         followers,
         place,

@@ -32,13 +32,13 @@ from gspo_core.position import Position
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from gspo_core.versions import StepReport
-from services.files.batch_archive import History, archived
+from services.files.batch_archive import LogHistory, archived
 from services.files.batch_log import spent
 from services.files.trained_log import TrainedLog
 from services.process.first_to_end import first_to_end
 from services.state.store import Claim, StatusReason
 from services.trainer.fall_guard import FallGuard
-from services.trainer.fleet.parity import Held, ParityGate
+from services.trainer.fleet.parity import LabelledWeights, ParityGate
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.batch_selection import BatchSelection
 from services.trainer.groups.evaluation import Evaluator
@@ -474,14 +474,14 @@ class JobRun:
         TrainedLog(self._services.job_dir).remove(gone)
         if kept.archive == "all":
             begun_after = self._spec.parent.step if self._spec.parent is not None else 0
-            past = History(self._claim.epoch, self._staleness.forks, begun_after)
+            past = LogHistory(self._claim.epoch, self._staleness.forks, begun_after)
             gone = archived(self._services.job_dir, gone, past, kept.archive_bytes)
         log.remove(gone)
 
     async def _name_weights(self, learner: AnyLearner) -> None:
         """Give the current learner weights a version and a label."""
         version = await self._services.store.versions.next(self._job, self._claim.token)
-        self._context.held = Held(version, f"{self._job}/{self._claim.epoch}/{version}")
+        self._context.held = LabelledWeights(version, f"{self._job}/{self._claim.epoch}/{version}")
         await self._gate.remember(learner, self._context.held)
 
     async def _publish(self, weights: Written, version: int, step: int) -> None:

@@ -27,7 +27,7 @@ from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.engine_sightings import EngineSightings
 from services.state.first_contact import first_contact
 from services.state.heard_engines import HeardEngines, seldom_asked
-from services.state.installation import Installation
+from services.state.installation import InstallationGuard
 from services.state.queue import Bus
 from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
@@ -57,7 +57,7 @@ async def serve(
             jobs_dir=DataDir(settings.data_dir).jobs,
             waits_for_room=True,
         )
-        installation = Installation(redis, DataDir(settings.data_dir))
+        installation = InstallationGuard(redis, DataDir(settings.data_dir))
 
         async def meet() -> bool:
             await bus.load_functions()

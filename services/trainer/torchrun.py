@@ -29,7 +29,7 @@ from services.trainer.building import capabilities, make_ranked_learner
 from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import FirstRankLost, Follower
 from services.trainer.ranks.followers import Followers
-from services.trainer.ranks.lines import Place, meet
+from services.trainer.ranks.lines import RankPlace, meet
 from services.trainer.serving import check_settings, serve
 from services.trainer.telling.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import RanksLost
@@ -41,7 +41,7 @@ LEFT_BEHIND_S = 60.0
 class RankedAttempts:
     """Runs attempts in this process and those of the other ranks."""
 
-    def __init__(self, settings: Settings, place: Place, followers: Followers) -> None:
+    def __init__(self, settings: Settings, place: RankPlace, followers: Followers) -> None:
         self._settings, self._place, self._followers = settings, place, followers
 
     def is_ready(self) -> bool:
@@ -82,7 +82,7 @@ class RankedAttempts:
             raise asyncio.CancelledError
 
 
-async def lead(place: Place, stop: asyncio.Event) -> None:
+async def lead(place: RankPlace, stop: asyncio.Event) -> None:
     settings = _prepared()
     check_settings(settings)
     meeting = asyncio.ensure_future(in_own_thread(lambda: meet(place, LINES)))
@@ -100,7 +100,7 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
     await in_own_thread(followers.end)
 
 
-async def follow(place: Place) -> None:
+async def follow(place: RankPlace) -> None:
     """Follow the first rank. It alone handles signals, because only it knows when ending loses nothing."""
     settings = _prepared()
     lines = await in_own_thread(lambda: meet(place, LINES))
@@ -121,7 +121,7 @@ def _prepared() -> Settings:
 
 
 def run(grace_s: float) -> int:
-    place = Place.of_this_process()
+    place = RankPlace.of_this_process()
     try:
         if place.is_first:
             return run_until_signalled(partial(lead, place), grace_s=grace_s, computes=True)

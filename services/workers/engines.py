@@ -274,7 +274,7 @@ async def _read_load(engine: WatchedEngine) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Turn:
+class _EngineTicket:
     """A request waiting for an engine with room."""
 
     prefer_engine: str
@@ -313,7 +313,7 @@ class JobEngines:
         """Version -> step, for the versions in the table."""
         self._published: WeightsManifest | None = None
         self._avoided: set[WatchedEngine] = set()
-        self._queue: deque[_Turn] = deque()
+        self._queue: deque[_EngineTicket] = deque()
         """In order of arrival."""
 
     async def watch(self) -> None:
@@ -403,7 +403,7 @@ class JobEngines:
         """Waits for an engine with room, behind earlier requests."""
         if not self._queue and (free := self._free_engine(prefer_engine)):
             return free
-        turn = _Turn(prefer_engine, asyncio.get_running_loop().create_future())
+        turn = _EngineTicket(prefer_engine, asyncio.get_running_loop().create_future())
         self._queue.append(turn)
         self._serve_queue()
         try:

@@ -24,7 +24,16 @@ from services.episodes.policy import Drained, Interrupted
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
 from services.state.refusals import Conflict, Refused
-from services.workers.setting import AwaitsReward, EpisodeSetting, GoOn, Order, Past, Playing, Recorded, Rewind
+from services.workers.setting import (
+    AwaitsReward,
+    EpisodeSetting,
+    EpisodeSpec,
+    GoOn,
+    Playing,
+    RecordedTokens,
+    ResumeState,
+    Rewind,
+)
 from services.workers.timings import Timings
 
 # How often an episode may lose its environment without a culprit before that counts as a failure too.
@@ -36,7 +45,7 @@ MAX_IN_VAIN = 4
 class Episode:
     """Leased once, played to its end or handed back."""
 
-    def __init__(self, setting: EpisodeSetting, order: Order) -> None:
+    def __init__(self, setting: EpisodeSetting, order: EpisodeSpec) -> None:
         self._setting = setting
         self._order = order
         self._attempt = order.lease.attempt
@@ -49,7 +58,7 @@ class Episode:
 
     async def run(self) -> StopReason:
         """The stop reason, once the outcome is durable. Raises ``Drained``, ``Interrupted``, ``Fenced`` or ``Gap``."""
-        past = await self._resume() if self._order.lease.num_segments or await self._has_kept() else Past()
+        past = await self._resume() if self._order.lease.num_segments or await self._has_kept() else ResumeState()
         while True:
             attempt, session = self._begin(past)
             recorded = attempt.recorded
@@ -70,7 +79,7 @@ class Episode:
                 self._count_finished(stop, recorded)
                 return stop
 
-    async def _store_end(self, recorded: Recorded, ending: Outcome | AwaitsReward, spent: Spent) -> StopReason:
+    async def _store_end(self, recorded: RecordedTokens, ending: Outcome | AwaitsReward, spent: Spent) -> StopReason:
         setting = self._setting
         if isinstance(ending, Outcome):
             await setting.outbox.append([recorded.close(ending, spent=spent)])
@@ -86,14 +95,14 @@ class Episode:
         """Made when there is something to say, which is seldom."""
         return get_logger().bind(episode=str(self._order.key))
 
-    def _begin(self, past: Past) -> tuple[Playing, Session]:
+    def _begin(self, past: ResumeState) -> tuple[Playing, Session]:
         order, setting = self._order, self._setting
         self._timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
         attempt = setting.driver.begin(setting, order, self._attempt, session, past, self._timings)
         return attempt, session
 
-    def _count_finished(self, stop: StopReason, recorded: Recorded) -> None:
+    def _count_finished(self, stop: StopReason, recorded: RecordedTokens) -> None:
         self._setting.counters.episode_finished(stop, recorded.num_sampled, len(recorded.versions))
 
     def _described(self) -> dict[str, str | int]:
@@ -101,7 +110,7 @@ class Episode:
         task: dict[str, str | int] = {"gspo.split": str(lease.split), "gspo.task_index": lease.task_index}
         return task | {"gspo.episode": str(lease.key), "gspo.job": lease.key.job, "gspo.attempt": self._attempt}
 
-    def _is_charged(self, failure: Exception, past: Past) -> bool:
+    def _is_charged(self, failure: Exception, past: ResumeState) -> bool:
         """Whether it uses up one of the episode's retries; then it is counted as such."""
         phase = failure.phase if isinstance(failure, EnvironmentFailed) else type(failure).__name__
         is_charged = True
@@ -145,7 +154,9 @@ class Episode:
                 setting.counters.add("env/close_failed")
                 self._log.warning("environment not closed", error=session.close_failure)
 
-    async def _go_on_after(self, failure: EnvironmentFailed, recorded: Recorded, past: Past) -> Past:
+    async def _go_on_after(
+        self, failure: EnvironmentFailed, recorded: RecordedTokens, past: ResumeState
+    ) -> ResumeState:
         """No charge: the durable segments are kept, as if another worker resumed."""
         is_here = not self._order.agent_lives_elsewhere  # else nothing of it was in the process that died
         self._is_suspect = is_here and isinstance(failure, SessionLost) and failure.is_suspect
@@ -158,7 +169,7 @@ class Episode:
     async def _has_kept(self) -> bool:
         return await self._setting.driver.has_kept(self._setting, self._order, self._attempt)
 
-    async def _resume(self) -> Past:
+    async def _resume(self) -> ResumeState:
         """The durable segments of this attempt if it can be resumed from them, else a new attempt."""
         setting = self._setting
         payloads = await setting.retrier.keep_trying(setting.records.read_episode, self._order.key)
@@ -176,20 +187,20 @@ class Episode:
             setting.counters.add(way.counted_as)
         return await self._restart(_num_sampled(record))
 
-    def _gone_on_from(self, record: Sequence[Segment], snapshot: bytes | None) -> Past:
+    def _gone_on_from(self, record: Sequence[Segment], snapshot: bytes | None) -> ResumeState:
         counters = self._setting.counters
         counters.add("episodes/resumed")
         counters.add("episodes/resumed_from_a_world", snapshot is not None)
         counters.add("tokens/resumed", _num_sampled(record))
-        return Past(record, snapshot, self._timings.last_note or self._order.lease.note)
+        return ResumeState(record, snapshot, self._timings.last_note or self._order.lease.note)
 
-    async def _rewind(self, record: Sequence[Segment], way: Rewind) -> Past:
+    async def _rewind(self, record: Sequence[Segment], way: Rewind) -> ResumeState:
         self._setting.counters.add("episodes/rewound")
         kept = [replace(segment, attempt=self._attempt + 1) for segment in record[: way.num_kept]]
         await self._restart(_num_sampled(record[way.num_kept :]), kept)
         return self._gone_on_from(kept, way.snapshot)
 
-    async def _restart(self, num_sampled: int, kept: Sequence[Segment] = ()) -> Past:
+    async def _restart(self, num_sampled: int, kept: Sequence[Segment] = ()) -> ResumeState:
         """A new attempt, which begins with ``kept``; ``num_sampled`` tokens of the old one will be sampled again."""
         self._attempt += 1
         setting, key = self._setting, self._order.key
@@ -197,7 +208,7 @@ class Episode:
         note = self._timings.last_note or self._order.lease.note
         again = [to_append(segment, note) for segment in kept]
         await setting.retrier.keep_trying(setting.records.restart, key, setting.token, self._attempt, again)
-        return Past()
+        return ResumeState()
 
     async def _give_up(self) -> StopReason:
         """Ends the episode without reward: it is never trained, and its group need not wait for it."""

@@ -16,13 +16,13 @@ from typing import Protocol
 from gspo_core.types import EpisodeKey
 from services.episodes.policy import Drained, Interrupted
 from services.process.telemetry import get_logger
-from services.state.queue import Append, EpisodeLease, Fenced, Gap
+from services.state.queue import Append, Fenced, Gap, LeasedEpisode
 from services.state.refusals import Damaged, Erased
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import LoadedJob
 from services.workers.quarantine import Quarantine
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
 LEASE_POLL_S = 0.1
@@ -31,7 +31,7 @@ LEASE_POLL_S = 0.1
 class Episodes(Protocol):
     """The worker's side of the bus."""
 
-    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[EpisodeLease]: ...
+    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[LeasedEpisode]: ...
 
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None: ...
 
@@ -48,7 +48,7 @@ class Episodes(Protocol):
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
 
-class JobRollout:
+class JobEpisodes:
     """Runs until ``setting.leaving`` is set and everything is finished or handed back."""
 
     def __init__(
@@ -159,7 +159,7 @@ class JobRollout:
         limit, num_waiting = self._limit(), sum(one.num_waiting for one in self._quarantines)
         return limit - len(self._held) + min(num_waiting, limit)
 
-    async def _lease(self, limit: int) -> list[EpisodeLease]:
+    async def _lease(self, limit: int) -> list[LeasedEpisode]:
         setting = self._setting
         try:
             return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
@@ -168,12 +168,12 @@ class JobRollout:
         except Damaged:
             return []  # its trainer empties the queue; the worker's reaping counts and logs it, less often than this
 
-    async def _play(self, lease: EpisodeLease) -> None:
+    async def _play(self, lease: LeasedEpisode) -> None:
         loaded, setting = self._loaded, self._setting
         try:
             environment = loaded.environments[lease.environment]
             quarantine = self._quarantines[lease.environment]
-            order = Order.from_spec(loaded.spec, environment, lease, loaded.context_tokens, quarantine)
+            order = EpisodeSpec.from_spec(loaded.spec, environment, lease, loaded.context_tokens, quarantine)
             await Episode(setting, order).run()
         except Drained:
             return  # still held: handed back with the others

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from gspo_core.endings import settled_reward
 from gspo_core.types import Split, StopReason, TurnReward
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 
 
-def without_asking(order: Order, stop: StopReason) -> float | None:
+def without_asking(order: EpisodeSpec, stop: StopReason) -> float | None:
     """The reward, if it does not depend on the environment's score; otherwise None."""
     return settled_reward(stop, on_truncation=order.limits.on_truncation, broken_reward=order.broken_reward)
 
@@ -20,14 +20,14 @@ def in_order(by_turn: Mapping[int, float]) -> tuple[TurnReward, ...]:
 
 
 def with_length(
-    order: Order, reward: float, parts: dict[str, float], num_sampled: int
+    order: EpisodeSpec, reward: float, parts: dict[str, float], num_sampled: int
 ) -> tuple[float, dict[str, float]]:
     """``reward`` and its parts, less the cost of the last tokens before the limit."""
     cost = cost_of_length(order, num_sampled)
     return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
 
 
-def cost_of_length(order: Order, num_sampled: int) -> float:
+def cost_of_length(order: EpisodeSpec, num_sampled: int) -> float:
     limits = order.limits
     if limits.overlong_tokens is None or order.lease.split is not Split.TRAIN:
         return 0.0

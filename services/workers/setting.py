@@ -23,7 +23,7 @@ from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
 from services.process.tracing import NoSpans, Spans
-from services.state.queue import Append, EpisodeLease, Snapshot
+from services.state.queue import Append, LeasedEpisode, Snapshot
 from services.state.retry import Retrier
 from services.workers.quarantine import Quarantine
 from services.workers.timings import Timings
@@ -44,7 +44,7 @@ class EpisodeRecords(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class ResumeState:
     """The state from which an attempt resumes."""
 
     record: Sequence[Segment] = ()
@@ -69,13 +69,13 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class StartOver:
     """A new attempt begins with nothing."""
 
     counted_as: str = ""
 
 
-class Recorded(Protocol):
+class RecordedTokens(Protocol):
     """The tokens of an attempt, as far as they count for its end."""
 
     @property
@@ -107,7 +107,7 @@ class Playing(Protocol):
     """One attempt of an episode."""
 
     @property
-    def recorded(self) -> Recorded: ...
+    def recorded(self) -> RecordedTokens: ...
 
     async def play(self) -> Outcome | AwaitsReward: ...
 
@@ -116,16 +116,22 @@ class Driver(Protocol):
     """What drives episodes: their environment here, or an agent that owns its loop."""
 
     def begin(
-        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+        self,
+        setting: EpisodeSetting,
+        order: EpisodeSpec,
+        attempt: int,
+        session: Session,
+        past: ResumeState,
+        timings: Timings,
     ) -> Playing: ...
 
     async def resume(
-        self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
-    ) -> GoOn | Rewind | Again:
+        self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | StartOver:
         """How an attempt goes on that another worker began; ``record`` is what it made durable."""
         ...
 
-    async def has_kept(self, setting: EpisodeSetting, order: Order, attempt: int) -> bool:
+    async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         """Whether something of an attempt without a segment is durable all the same."""
         ...
 
@@ -157,10 +163,10 @@ class EpisodeSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpisodeSpec:
     """One episode to play."""
 
-    lease: EpisodeLease
+    lease: LeasedEpisode
     environment: Environment
     limits: EpisodeLimits
     seed: int
@@ -211,10 +217,10 @@ class Order:
         cls,
         spec: JobSpec,
         environment: Environment,
-        lease: EpisodeLease,
+        lease: LeasedEpisode,
         model_context_tokens: int,
         quarantine: Quarantine | None = None,
-    ) -> Order:
+    ) -> EpisodeSpec:
         limits = spec.episode_limits(lease.environment, environment.limits)
         agent = spec.environments[lease.environment].agent
         is_training = lease.split is Split.TRAIN

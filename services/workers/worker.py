@@ -34,7 +34,7 @@ from services.state.refusals import Damaged, Refused
 from services.state.retry import Retrier
 from services.state.store import Store
 from services.workers.engines import SILENCE_S, EngineTable, JobEngines
-from services.workers.job import JobRollout
+from services.workers.job import JobEpisodes
 from services.workers.loading import JobNotServable, LoadedJob, read_spec
 from services.workers.setting import Driver, EpisodeSetting
 from services.workers.shares import Want, divide
@@ -83,7 +83,7 @@ async def nothing_to_do() -> None:
     pass
 
 
-class Worker:
+class EpisodeWorker:
     """``run`` until told to stop."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Worker:
             silence_s=config.engine_silence_s,
             sightings=EngineSightings(store.functions, clock),
         )
-        self._jobs: dict[str, JobRollout] = {}
+        self._jobs: dict[str, JobEpisodes] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
         self._is_draining = False
@@ -298,7 +298,7 @@ class Worker:
             if held != mine:
                 get_logger().warning("another worker described it differently", job=job, index=index, held=held)
 
-    def _rollout(self, job: str, loaded: LoadedJob, token: str, leaving: asyncio.Event) -> JobRollout:
+    def _rollout(self, job: str, loaded: LoadedJob, token: str, leaving: asyncio.Event) -> JobEpisodes:
         engines = JobEngines(
             self._table,
             self._store.versions,
@@ -324,7 +324,7 @@ class Worker:
             leaving=leaving,
             spans=self._spans,
         )
-        return JobRollout(
+        return JobEpisodes(
             job,
             loaded,
             setting,

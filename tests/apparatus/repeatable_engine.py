@@ -14,17 +14,17 @@ from typing import ClassVar
 from unittest.mock import patch
 
 from services.engine import __main__ as engine
-from services.engine.protocol import AnswerRenderer, Reader
-from services.engine.scheduler import Request
+from services.engine.protocol import AnswerRenderer, GenerateReader
+from services.engine.scheduler import GenerateRequest
 
 ONE_AT_A_TIME = ("--max-concurrency", "1", "--prefix-cache-mib", "0")
 
 
-class OrderedReader(Reader):
+class OrderedReader(GenerateReader):
     _asked: ClassVar[Counter[bytes]] = Counter()
     _space: ClassVar[str | None] = None
 
-    def read(self, content: bytes) -> tuple[Request, AnswerRenderer]:
+    def read(self, content: bytes) -> tuple[GenerateRequest, AnswerRenderer]:
         request, renderer = super().read(content)
         if request.cache_space != self._space:  # the label of the weights
             self._asked.clear()
@@ -38,5 +38,5 @@ class OrderedReader(Reader):
 
 if __name__ == "__main__":
     sys.argv += ONE_AT_A_TIME
-    with patch.object(engine, "Reader", OrderedReader):
+    with patch.object(engine, "GenerateReader", OrderedReader):
         sys.exit(engine.main())

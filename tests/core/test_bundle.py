@@ -16,7 +16,7 @@ import gspo_core
 from gspo_core.cli import main
 from gspo_core.replay.bundle import BadBundle, check_model, unpack, write_bundle
 from gspo_core.replay.past import NotKept, Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from tests.core.learner_support import write_model
 from tests.core.past_kit import MadePast, make_past, spec_of
@@ -42,7 +42,7 @@ def bundle(past: MadePast, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_bundle_leads_to_the_same_weights(bundle: Path, tmp_path: Path) -> None:
     opened = unpack(bundle, tmp_path)
     assert opened.manifest["job"] == "job_a"
-    answer = replay(Past(tmp_path), Question(4, 5))
+    answer = replay(Past(tmp_path), ReplayQuestion(4, 5))
     assert answer.is_same
     assert [len(step.versions) for step in answer.steps] == [1, 1]
 

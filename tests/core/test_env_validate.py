@@ -688,7 +688,7 @@ class BlockingForAWhile(Counter):
         return "added"
 
 
-class Listening(gspo_core.testing.watch.Witness):
+class Listening(gspo_core.testing.watch.ExaminationWatcher):
     def __init__(self) -> None:
         self.told: list[str] = []
 

@@ -23,7 +23,7 @@ from gspo_core.log.batches import (
 from gspo_core.log.erasing import users_of, without_texts
 from gspo_core.position import Position
 from gspo_core.replay.past import NotKept, Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.replay.rescoring import rescore
 from gspo_core.types import Asked, Group, Split, Trajectory
@@ -108,11 +108,11 @@ def test_a_replay_of_an_erased_step_says_so_and_others_go_on(
     """Checkpoints are of the steps 2, 4 and 6."""
     folder = erased_at(past, tmp_path, 3, 2 * GROUPS, 1)
     with pytest.raises(NotKept, match=rf"step 3 was trained on episodes that were erased since: {2 * GROUPS}/1"):
-        replay(Past(folder), Question(3, 3))
+        replay(Past(folder), ReplayQuestion(3, 3))
     with pytest.raises(NotKept, match="episodes of the steps 3 were erased"):
-        replay(Past(folder), Question(4, 4))
-    assert replay(Past(folder), Question(5, 5)).is_same
-    assert replay(Past(folder), Question(2, 2)).is_same
+        replay(Past(folder), ReplayQuestion(4, 4))
+    assert replay(Past(folder), ReplayQuestion(5, 5)).is_same
+    assert replay(Past(folder), ReplayQuestion(2, 2)).is_same
     assert main(["replay", f"{folder}@3"]) != 0
     assert "were erased since" in capsys.readouterr().err
 

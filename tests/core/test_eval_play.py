@@ -13,7 +13,7 @@ import pytest
 from gspo_core.env import CallStatus, Llm, ParsedTurn, PlainEnvironment, Start, ToolCall
 from gspo_core.evaluation.episode import World
 from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder, task_seed
-from gspo_core.evaluation.played import EPISODES_FILE, Place, Played, read_played
+from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, read_played
 from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.messages import Message
@@ -197,11 +197,11 @@ async def test_an_evaluation_goes_on_where_it_was_broken_off(tmp_path: Path) -> 
     file = tmp_path / EPISODES_FILE
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # torn while it was written
-    told: list[Place] = []
+    told: list[EpisodePlace] = []
     policy = Scripted(solves)
     again = await evaluate(SETTING, a_world(), policy, tmp_path, concurrency=2, tell=lambda one: told.append(one.place))
     assert [(one.place, one.reward) for one in again] == [(one.place, one.reward) for one in whole]
-    kept = {Place(*json.loads(line)["place"]) for line in lines[:3]}
+    kept = {EpisodePlace(*json.loads(line)["place"]) for line in lines[:3]}
     assert set(told) == set(SETTING.places()) - kept
     assert len(read_played(tmp_path)) == 8
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from gspo_core.learner.context import Context
+from gspo_core.learner.context import ContextRanks
 from gspo_core.learner.fitting import settled
 from gspo_core.learner.model_directory import UnsupportedModel
 from gspo_core.learner.ranks import Ranks, UnsupportedRanks
@@ -148,26 +148,26 @@ class ByHand:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def _context(self, place: int) -> Context:
+    def _context(self, place: int) -> ContextRanks:
         group: Any = None
-        return Context(group, place, self.size)
+        return ContextRanks(group, place, self.size)
 
-    def _ran(self, sides: list[Callable[[Context], Any]], place: int) -> Any:
+    def _ran(self, sides: list[Callable[[ContextRanks], Any]], place: int) -> Any:
         sent: list[torch.Tensor] = []
 
-        def send(_: Context, parts: torch.Tensor) -> torch.Tensor:
+        def send(_: ContextRanks, parts: torch.Tensor) -> torch.Tensor:
             sent.append(parts)
             return parts
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Context, "_exchange", send)
+            patch.setattr(ContextRanks, "_exchange", send)
             for number, side in enumerate(sides):
                 side(self._context(number))
-            patch.setattr(Context, "_exchange", lambda *_: torch.stack([parts[place] for parts in sent]))
+            patch.setattr(ContextRanks, "_exchange", lambda *_: torch.stack([parts[place] for parts in sent]))
             return sides[place](self._context(place))
 
     def all_tokens(self, place: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: int) -> Any:
-        def side(context: Context) -> Any:
+        def side(context: ContextRanks) -> Any:
             size = context.part_size(number)
             padded = (F.pad(x, (0, 0, 0, size * self.size - number)) for x in (query, key, value))
             own = (x[:, :, context.place * size : (context.place + 1) * size] for x in padded)

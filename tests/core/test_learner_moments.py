@@ -18,7 +18,7 @@ from gspo_core.learner.optimizer import apply_update, build_adamw, usual_grad_no
 from gspo_core.learner.state import InvalidState
 from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
-from gspo_core.plan import Place, Setting, choose, plan_memory, read_shape, refusal, shape_of
+from gspo_core.plan import LearnerPlace, Setting, choose, plan_memory, read_shape, refusal, shape_of
 from tests.core.learner_support import (
     largest_difference,
     make_learner,
@@ -214,8 +214,8 @@ def test_the_plan_counts_what_an_update_holds(tmp_path: Path, moments: str, is_o
 EIGHT_B = shape_of(QWEN3_8B)
 
 
-def place(gib: float, **more: Any) -> Place:
-    return Place(8, "cuda", int(gib * 2**30), **more)
+def place(gib: float, **more: Any) -> LearnerPlace:
+    return LearnerPlace(8, "cuda", int(gib * 2**30), **more)
 
 
 def test_moments_are_offloaded_where_nothing_else_fits() -> None:

@@ -20,7 +20,7 @@ from benchmarks.model_shapes import QWEN3
 from gspo_core.batch import TrainSequence, balance, collate
 from gspo_core.cli import main
 from gspo_core.learner import policy_model, training
-from gspo_core.learner.context import Context
+from gspo_core.learner.context import ContextRanks
 from gspo_core.learner.fitting import DoesNotFit, settled_at
 from gspo_core.learner.model_directory import fill_skeleton, make_skeleton, open_model
 from gspo_core.learner.narrow import compute_in
@@ -28,7 +28,7 @@ from gspo_core.learner.policy_model import PolicyModel
 from gspo_core.learner.ranks import Ranks, local
 from gspo_core.learner_config import LearnerConfig, LearnerOptions, LoraConfig
 from gspo_core.plan import (
-    Place,
+    LearnerPlace,
     Setting,
     UnknownShape,
     checkpoint_bytes,
@@ -92,7 +92,12 @@ def a_sequence(length: int) -> TrainSequence:
 
 
 def saved_bytes(
-    directory: Path, length: int, dtype: torch.dtype, *, is_checkpointed: bool = False, context: Context | None = None
+    directory: Path,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    is_checkpointed: bool = False,
+    context: ContextRanks | None = None,
 ) -> int:
     """Bytes of the tensors that a forward pass keeps for its backward pass, each storage once, beside weights."""
     source = open_model(directory)
@@ -142,7 +147,7 @@ def test_ranks_that_share_tokens_keep_their_part(directories: dict[str, Path], f
     """Eight ranks have a head each; with two heads of keys each of those is there four times."""
     directory = directories[family]
     with a_rank_of(size):
-        context = Context(dist.distributed_c10d._get_default_group(), 0, size)
+        context = ContextRanks(dist.distributed_c10d._get_default_group(), 0, size)
         short, long = (saved_bytes(directory, length, torch.float32, context=context) for length in (160, 320))
     setting = Setting(read_shape(directory), device="cpu", is_half=False, tokens=160, context=size)
     assert kept_bytes(setting) == pytest.approx(long - short, rel=0.03)
@@ -208,8 +213,8 @@ def test_a_rank_that_recomputes_holds_at_most_what_is_planned(model: str) -> Non
         assert found["Total"] * 0.98 < plan[phase] < found["Total"] * 1.12, phase
 
 
-def place(gib: float, *, num_ranks: int = 8, **more: Any) -> Place:
-    return Place(num_ranks, "cuda", int(gib * 2**30), **more)
+def place(gib: float, *, num_ranks: int = 8, **more: Any) -> LearnerPlace:
+    return LearnerPlace(num_ranks, "cuda", int(gib * 2**30), **more)
 
 
 EIGHT_B = shape_of(QWEN3_8B)

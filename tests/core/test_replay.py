@@ -20,7 +20,7 @@ from gspo_core.log.batches import encode_batch
 from gspo_core.log.changes import ImpossibleChange, Without, with_reward
 from gspo_core.objective_config import Loss, ObjectiveConfig
 from gspo_core.replay.past import DamagedPast, NotKept, Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from tests.core.learner_support import MIXTURE, write_model
 from tests.core.past_kit import GROUPS, SIZE, MadePast, make_past, remove_step, spec_of
@@ -68,7 +68,7 @@ def test_every_step_is_found_again_bit_for_bit(kind: str, tmp_path: Path) -> Non
     family, shape, changes = KINDS[kind]
     made = make_past(tmp_path / "job_a", spec_of(write_model(tmp_path / "model", family, **shape), **changes))
     for step in range(1, 7):
-        answer = replay(Past(made.folder), Question(step, step))
+        answer = replay(Past(made.folder), ReplayQuestion(step, step))
         [found] = answer.steps
         assert answer.is_same, (step, found)
         assert [one.version for one in found.versions] == [step]
@@ -86,15 +86,15 @@ def test_published_adapters_are_found_again_where_their_base_has_moved(tmp_path:
     assert (published / "adapter_model.safetensors").is_file()
     assert not (published / "model.safetensors").exists()
     moved = model.rename(tmp_path / "moved")
-    answer = replay(Past(made.folder, moved), Question(1, 2))
+    answer = replay(Past(made.folder, moved), ReplayQuestion(1, 2))
     assert answer.is_same
     tensors = load_file(published / "adapter_model.safetensors")
     tensors[min(tensors)][0, 0] += 1
     save_file(tensors, published / "adapter_model.safetensors")
     record = made.folder / "versions" / "00000002.json"
-    assert replay(Past(made.folder, moved), Question(2, 2)).is_same, "the record has the digests"
+    assert replay(Past(made.folder, moved), ReplayQuestion(2, 2)).is_same, "the record has the digests"
     record.write_bytes(record.read_bytes().replace(digest_of(made.folder, 2).encode(), b"0" * 64))
-    [found] = replay(Past(made.folder, moved), Question(2, 2)).steps
+    [found] = replay(Past(made.folder, moved), ReplayQuestion(2, 2)).steps
     [version] = found.versions
     assert version.differing_files == ("adapter_model.safetensors",)
     assert version.num_same == version.num_tensors - 1
@@ -108,7 +108,7 @@ def digest_of(folder: Path, version: int) -> str:
 def test_settings_that_changed_on_the_way_are_those_of_each_step(model_dir: Path, tmp_path: Path) -> None:
     settings = {3: {"optimizer.lr": 5e-3}, 5: {"optimizer.lr": 5e-3, "objective.k3_gate": 0.5}}
     made = make_past(tmp_path / "job_a", spec_of(model_dir), settings=settings)
-    assert replay(Past(made.folder), Question(1, 6)).is_same
+    assert replay(Past(made.folder), ReplayQuestion(1, 6)).is_same
 
 
 def test_other_bytes_than_were_published_are_told(past: MadePast, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_other_bytes_than_were_published_are_told(past: MadePast, tmp_path: Path
     spec = json.loads((folder / layout.ACCEPTED).read_text())
     spec["spec"] = spec["spec"].replace('"lr":0.001', '"lr":0.002')
     (folder / layout.ACCEPTED).write_text(json.dumps(spec))
-    [found] = replay(Past(folder), Question(4, 4)).steps
+    [found] = replay(Past(folder), ReplayQuestion(4, 4)).steps
     assert not found.versions[0].is_same
     assert found.versions[0].differing_files == ("model.safetensors",)
     assert found.versions[0].num_same is not None
@@ -132,7 +132,7 @@ def test_versions_that_are_gone_are_compared_by_their_digests(past: MadePast, tm
     folder = tmp_path / "job_a"
     shutil.copytree(past.folder, folder)
     shutil.rmtree(folder / layout.WEIGHTS)
-    assert replay(Past(folder), Question(3, 4)).is_same
+    assert replay(Past(folder), ReplayQuestion(3, 4)).is_same
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(past: MadePast, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(past: MadePast, tm
     shard = next((folder / layout.CHECKPOINTS).glob("*step000004/learner/rank*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     said: list[str] = []
-    answer = replay(Past(folder), Question(6, 6), said.append)
+    answer = replay(Past(folder), ReplayQuestion(6, 6), said.append)
     assert answer.is_same
     assert answer.start == "the checkpoint of step 2"
     assert "an older checkpoint is tried" in said[0]
@@ -157,12 +157,12 @@ def test_what_is_not_kept_is_refused_by_name(past: MadePast, tmp_path: Path) -> 
     for step in (1, 3):
         remove_step(folder, layout.BATCHES, step)
     with pytest.raises(NotKept, match="step 3 is not kept; kept are 2, 4-6"):
-        replay(Past(folder), Question(3, 3))
+        replay(Past(folder), ReplayQuestion(3, 3))
     with pytest.raises(NotKept, match="leads to step 3"):
-        replay(Past(folder), Question(4, 4))
+        replay(Past(folder), ReplayQuestion(4, 4))
     with pytest.raises(NotKept, match="step 9 is not kept"):
-        replay(Past(folder), Question(9, 9))
-    assert replay(Past(folder), Question(6, 6)).is_same
+        replay(Past(folder), ReplayQuestion(9, 9))
+    assert replay(Past(folder), ReplayQuestion(6, 6)).is_same
 
 
 def test_a_damaged_log_ends_the_way_with_its_name(past: MadePast, tmp_path: Path) -> None:
@@ -175,13 +175,13 @@ def test_a_damaged_log_ends_the_way_with_its_name(past: MadePast, tmp_path: Path
     data[-40] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedPast, match=r"batches/ep000001-step000005.*sha256"):
-        replay(Past(folder), Question(6, 6))
+        replay(Past(folder), ReplayQuestion(6, 6))
 
 
 def test_another_setting_says_how_far_it_would_have_led(past: MadePast) -> None:
-    near = replay(Past(past.folder), Question(5, 6, settings={"optimizer.lr": 1.1e-3}))
-    far = replay(Past(past.folder), Question(5, 6, settings={"optimizer.lr": 2e-3}))
-    same = replay(Past(past.folder), Question(5, 6, settings={"optimizer.lr": 1e-3}))
+    near = replay(Past(past.folder), ReplayQuestion(5, 6, settings={"optimizer.lr": 1.1e-3}))
+    far = replay(Past(past.folder), ReplayQuestion(5, 6, settings={"optimizer.lr": 2e-3}))
+    same = replay(Past(past.folder), ReplayQuestion(5, 6, settings={"optimizer.lr": 1e-3}))
     assert near.is_same
     assert near.otherwise is not None
     assert far.otherwise is not None
@@ -207,7 +207,7 @@ def test_another_setting_says_how_far_it_would_have_led(past: MadePast) -> None:
     ids=str,
 )
 def test_any_key_that_training_reads_can_be_set(past: MadePast, settings: dict[str, Any]) -> None:
-    answer = replay(Past(past.folder), Question(4, 4, settings=settings))
+    answer = replay(Past(past.folder), ReplayQuestion(4, 4, settings=settings))
     assert answer.is_same
     assert answer.otherwise is not None
 
@@ -232,12 +232,12 @@ def test_a_setting_that_cannot_be_is_refused_with_the_reason(
     past: MadePast, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ImpossibleChange, match=said):
-        replay(Past(past.folder), Question(4, 4, settings=settings))
+        replay(Past(past.folder), ReplayQuestion(4, 4, settings=settings))
 
 
 @pytest.mark.parametrize("text", [str(3 * GROUPS), f"{3 * GROUPS}/1", "form", f"job_a/{3 * GROUPS}/1"])
 def test_a_group_an_episode_or_a_part_of_the_reward_can_be_left_out(past: MadePast, text: str) -> None:
-    answer = replay(Past(past.folder), Question(4, 4, without=Without.parse([text])))
+    answer = replay(Past(past.folder), ReplayQuestion(4, 4, without=Without.parse([text])))
     assert answer.is_same
     assert answer.otherwise is not None
     assert answer.otherwise.distance > 0
@@ -246,14 +246,14 @@ def test_a_group_an_episode_or_a_part_of_the_reward_can_be_left_out(past: MadePa
 def test_what_is_not_there_cannot_be_left_out(past: MadePast) -> None:
     without = Without.parse(["77", "9/8", "style"])
     with pytest.raises(ImpossibleChange, match="group 77, episode 9/8, a reward part 'style': not in the batch"):
-        replay(Past(past.folder), Question(4, 4, without=without))
+        replay(Past(past.folder), ReplayQuestion(4, 4, without=without))
     everything = Without.parse([str(number) for number in range(3 * GROUPS, 4 * GROUPS)])
     with pytest.raises(ImpossibleChange, match="nothing left to train"):
-        replay(Past(past.folder), Question(4, 4, without=everything))
+        replay(Past(past.folder), ReplayQuestion(4, 4, without=everything))
 
 
 def test_the_group_that_pulled_most_comes_first(past: MadePast) -> None:
-    answer = replay(Past(past.folder), Question(4, 4, influence=True))
+    answer = replay(Past(past.folder), ReplayQuestion(4, 4, influence=True))
     assert sorted(one.group for one in answer.influences) == list(range(3 * GROUPS, 4 * GROUPS))
     distances = [one.difference.distance for one in answer.influences]
     assert distances == sorted(distances, reverse=True)
@@ -271,7 +271,7 @@ def test_a_group_that_taught_nothing_has_no_influence(past: MadePast, tmp_path: 
     (folder / layout.BATCHES / layout.step_name(batch.position)).write_bytes(
         b"".join(encode_batch(batch.position, groups, batch.extra))
     )
-    found = replay(Past(folder), Question(4, 4, without=Without.parse([str(idle)]), influence=True))
+    found = replay(Past(folder), ReplayQuestion(4, 4, without=Without.parse([str(idle)]), influence=True))
     shares = {one.group: one.difference.distance for one in found.influences}
     assert shares.pop(idle) == 0
     assert all(shares.values())
@@ -302,7 +302,7 @@ def test_every_loss_and_every_unit_of_a_ratio_is_among_them() -> None:
 def test_the_shares_of_all_tokens_are_the_loss(past: MadePast, loss: dict[str, Any], aggregate: str) -> None:
     settings = {f"objective.{name}": value for name, value in {**loss, "aggregate": aggregate}.items()}
     settings["objective.kl_coef"] = 0.05
-    answer = replay(Past(past.folder), Question(4, 4, settings=settings, single=(3 * GROUPS, 1)))
+    answer = replay(Past(past.folder), ReplayQuestion(4, 4, settings=settings, single=(3 * GROUPS, 1)))
     single = answer.single
     assert single is not None
     assert single.step_loss == answer.losses_otherwise[0]
@@ -314,7 +314,7 @@ def test_the_shares_of_all_tokens_are_the_loss(past: MadePast, loss: dict[str, A
 
 
 def test_an_episode_is_shown_as_it_was_trained(past: MadePast) -> None:
-    answer = replay(Past(past.folder), Question(4, 4, single=(3 * GROUPS, 1)))
+    answer = replay(Past(past.folder), ReplayQuestion(4, 4, single=(3 * GROUPS, 1)))
     assert answer.is_same
     assert answer.single is not None
     episode, [branch] = answer.single.episode, answer.single.branches

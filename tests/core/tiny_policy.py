@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gspo_core.batch import MicroBatch
-from gspo_core.learner import Copy, Policy, Ranks, UnsupportedModel
+from gspo_core.learner import Copy, Ranks, TrainedPolicy, UnsupportedModel
 from gspo_core.learner_config import LearnerConfig
 
 OPTIONS = frozenset({"layout"})
 
 
-class TinyPolicy(Policy):
+class TinyPolicy(TrainedPolicy):
     def __init__(self, vocabulary: int, width: int, ranks: Ranks) -> None:
         super().__init__()
         self.ranks, self.dtype = ranks, torch.float32

@@ -28,7 +28,7 @@ from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.gateway.app import build_app
 from services.gateway.attempt import AgentDriver
-from services.gateway.door import Door
+from services.gateway.door import EpisodeRouter
 from services.gateway.keys import Keys
 from services.gateway.pulled import LoanBoard
 from services.process.http_server import serve_http
@@ -36,9 +36,9 @@ from services.process.ports import free_port
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.loans import Loans
-from services.state.queue import Bus, EpisodeLease
+from services.state.queue import Bus, LeasedEpisode
 from services.workers.episode import Episode
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 from tests.play.babble import Babbler
 from tests.play.wire import Request, overheard
 from tests.services.gateway.agent_kit import SECRET, AgentWorld, Doors, no_judges
@@ -226,7 +226,7 @@ class Stage:
     codec: HermesCodec
     seed: int
     url: str
-    door: Door
+    door: EpisodeRouter
     player: Player
     speaker: type[Babbler] = Babbler
     parts: dict[EpisodeKey, Part] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class Stage:
         part.stop = str(await Episode(setting, self._order(lease, rng.choice((4, 16, 64, 1024)))).run())
         return part
 
-    def _order(self, lease: EpisodeLease, chunk: int) -> Order:
+    def _order(self, lease: LeasedEpisode, chunk: int) -> EpisodeSpec:
         job = spec(
             environments=[{"ref": "tests:play", "agent": {}}],
             limits={**LIMITS, "retries": 0, "episode_timeout_s": 1800.0},
@@ -276,7 +276,7 @@ class Stage:
             sampling={"max_new_tokens": 512},
         )
         world = World(None, Doors(self.door), stage=self)  # type: ignore[arg-type]
-        return Order.from_spec(job, world, lease, model_context_tokens=65_536)  # type: ignore[arg-type]
+        return EpisodeSpec.from_spec(job, world, lease, model_context_tokens=65_536)  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
@@ -289,7 +289,7 @@ async def set_up(
         await redis.hset(job_key(job, "trainer"), "token", TRAINER)
     table = Table(redis, bus, await bus.join("worker-0"), "worker-0")
     stop, port = asyncio.Event(), free_port()
-    door = Door(Keys(SECRET), now=time.time)
+    door = EpisodeRouter(Keys(SECRET), now=time.time)
     stage = Stage(table, codec, seed, f"http://127.0.0.1:{port}", door, player, speaker)
     app = Mishaps(build_app(door, is_ready=lambda: True, stopping=stop), stage.by_key)
     async with asyncio.TaskGroup() as tasks:

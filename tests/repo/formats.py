@@ -41,7 +41,7 @@ from services.gateway import snapshots
 from services.gateway.history import TurnEntry
 from services.state import fleet_records, functions
 from services.state.job_table import STATUS_FIELDS
-from services.state.jobs import CancelManner, DesiredState, JobAttempt, JobStatus
+from services.state.jobs import CancelManner, DesiredState, JobStatus, TrainerAttempt
 from tests.releases.make import about
 from tests.repo.redis_shapes import observe
 from tests.repo.shapes import shape_of
@@ -160,13 +160,13 @@ def _in_redis() -> Iterator[Format]:
     file = functions.LUA / "queue_records.lua"
     [number] = re.findall(r"^local SCHEMA = (\d+)$", file.read_text(), re.MULTILINE)
     yield Format("records of the queue", f"{file.relative_to(ROOT)} SCHEMA", int(number), queue_records)
-    told = (fleet_records.EngineRecord, fleet_records.TrainerRecord, fleet_records.WorkerRecord, JobAttempt)
+    told = (fleet_records.EngineRecord, fleet_records.TrainerRecord, fleet_records.WorkerRecord, TrainerAttempt)
     states = (JobStatus, DesiredState, CancelManner)
     shapes = [others, *map(shape_of, (*told, *states))]
     yield Format("records of jobs and processes in Redis", version, functions.LIBRARY_VERSION, shapes)
     world = shape_of(worlds.WorldSnapshot)
     yield Format("worlds of episodes", "services/episodes/worlds.py SCHEMA", worlds.SCHEMA, world)
-    tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.Reward))]
+    tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.StoredReward))]
     yield Format("turns of agents' episodes", "services/gateway/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
 
 

@@ -21,7 +21,7 @@ from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.state.jobs import CancelManner, DesiredState, JobStatus
 from services.state.loans import Loans
-from services.state.queue import Append, Bus, EpisodeLease, Kept, Snapshot
+from services.state.queue import Append, Bus, Kept, LeasedEpisode, Snapshot
 from services.state.queue_records import PostedReward
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
@@ -92,7 +92,7 @@ async def _play(bus: Bus, store: Store) -> Any:
     yield
 
 
-def _segment(lease: EpisodeLease, index: int, *, final: bool) -> Append:
+def _segment(lease: LeasedEpisode, index: int, *, final: bool) -> Append:
     return Append(lease.key, 0, index, b"payload", final, version=1, note="note")
 
 

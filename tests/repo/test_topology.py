@@ -26,7 +26,7 @@ from services.launch import launchers
 from services.launch.crew import SLACK_S
 from services.launch.first_secrets import make_secrets
 from services.launch.installation import Installation
-from services.launch.placement import Wanted, place
+from services.launch.placement import PlacementRequest, place
 from services.launch.topology import (
     ALIKE,
     API,
@@ -458,7 +458,7 @@ def test_every_redis_that_is_started_keeps_what_the_topology_says(tmp_path: Path
 
 def installation(tmp_path: Path) -> Installation:
     """On three nodes, as the launchers for batch systems and clusters start it."""
-    wanted = Wanted(nodes=3, trainer_nodes=2, engines=2)
+    wanted = PlacementRequest(nodes=3, trainer_nodes=2, engines=2)
     nodes = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
     return Installation(place(wanted, Site.BATCH), nodes, DataDir(tmp_path), "m", "python", "/redis-server")
 
@@ -495,7 +495,7 @@ def test_a_redis_elsewhere_refuses_writes_before_it_has_used_up_what_is_reserved
 ) -> None:
     """Half: while it rewrites its file, there may be two of it."""
     shares = {"redis": Share(memory_mb=reserved_mb)} if reserved_mb else {}
-    members = place(Wanted(shares=shares), Site.BATCH)
+    members = place(PlacementRequest(shares=shares), Site.BATCH)
     whole = Installation(members, ("10.0.0.1",), DataDir(tmp_path), "m", "python", "/redis-server")
     (redis,) = [one for one in members if one.process is REDIS]
     assert options(whole.command(redis))["--maxmemory"] == bound

@@ -39,7 +39,7 @@ _UNLESS_SAID = ((b"cache-control", b"private, no-cache"), (b"x-content-type-opti
 
 
 class RequestMiddleware:
-    """Names each request, logs it when it is over, and answers for what nobody below answered for."""
+    """Names each request, logs it when it is over, and answers errors that nothing below handled."""
 
     def __init__(self, app: ASGIApp, traffic: Traffic, audit: Audit | None) -> None:
         self._app = app

@@ -182,7 +182,7 @@ async def resume(id: str, query: Annotated[ResumeQuery, Query()], context: Conte
     from services.api.submission import resuming  # few jobs that are over go on
 
     job = await context.store.jobs.get(id)
-    wanted = resuming.Wanted(query.from_step, query.steps, query.horizon)
+    wanted = resuming.ResumeRequest(query.from_step, query.steps, query.horizon)
     if job.status.is_terminal:
         reopened = await resuming.resume(context, job, wanted)
         audit.changed("job", id, *({"status": str(one.status), "settings": one.settings} for one in (job, reopened)))

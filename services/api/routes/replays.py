@@ -80,13 +80,13 @@ async def begin_replay(
 ) -> ReplayView | Response:
     """Train steps of the job again and compare them with what was published, as they were or otherwise. The same
     question about the same past is one replay; the replay says when it is `done`."""
-    from gspo_core.replay.question import Question  # few requests need it
+    from gspo_core.replay.question import ReplayQuestion  # few requests need it
     from services.api.submission import replaying
 
     await context.store.jobs.get(id)
     job = context.history.job_dir(id)
     record = wanted.model_dump(mode="json") | {"last": wanted.last or wanted.first}
-    plan = await replaying.planned(job, Question.of(record))
+    plan = await replaying.planned(job, ReplayQuestion.of(record))
     start = None if plan.start is None else plan.start.step
     takes = ReplayPlan(from_checkpoint=start, replayed_steps=plan.replayed, trained_steps=plan.trained)
     if query.dry_run:

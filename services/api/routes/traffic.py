@@ -28,7 +28,7 @@ from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import JobRecord
-from services.state.talks import Entry, TalkKey, Talks
+from services.state.talks import Entry, TalkKeyRecord, Talks
 
 router = v1_router("traffic", "/jobs/{id}")
 
@@ -139,7 +139,7 @@ async def make_talk_key(
     trained."""
     job = await context.store.jobs.get(id)
     now = time.time()
-    given = TalkKey(
+    given = TalkKeyRecord(
         id=secrets.token_hex(6),
         label=query.label,
         created_at=_moment(now),
@@ -281,7 +281,7 @@ def _detail(context: ApiContext, job: JobRecord, entries: Sequence[Entry], with_
     )
 
 
-def _key_view(job: str, key: TalkKey) -> TalkKeyView:
+def _key_view(job: str, key: TalkKeyRecord) -> TalkKeyView:
     return TalkKeyView(
         id=key.id,
         job_id=job,

@@ -34,7 +34,7 @@ from services.api.submission.trajectories import (
 )
 from services.api.views.store_views import View
 from services.state.jobs import JobRecord
-from services.state.queue import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
+from services.state.queue import Append, Conflict, EpisodeView, Fenced, Gap, LeasedEpisode, Stage
 
 router = v1_router("trajectories", "/jobs/{id}")
 
@@ -115,7 +115,7 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
     await context.bus.reap(job.id)
     worker = f"push-{uuid4().hex}"
     token = await context.bus.join(worker)
-    answers, taken = [], dict[EpisodeKey, EpisodeLease]()
+    answers, taken = [], dict[EpisodeKey, LeasedEpisode]()
     try:
         for number, item in enumerate(given.trajectories):
             try:
@@ -149,7 +149,7 @@ async def _push(
     token: str,
     item: PushedTrajectory,
     rules: Rules,
-    taken: dict[EpisodeKey, EpisodeLease],
+    taken: dict[EpisodeKey, LeasedEpisode],
 ) -> None:
     """Raises TrajectoryRefused."""
     key = EpisodeKey(job, item.group, item.member)

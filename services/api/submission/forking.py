@@ -20,7 +20,7 @@ from services.api.http.access import Caller
 from services.api.http.context import ApiContext
 from services.api.http.errors import FINAL, RequestRefused, invalid
 from services.api.http.stored_specs import spec_of
-from services.files.origin import ForkPlan, PastError, bring, plan
+from services.files.origin import ForkOrigin, PastError, bring, plan
 from services.files.recording import NoSuchEpisode, Rewards
 from services.state.store import JobNotFound, JobRecord
 
@@ -39,14 +39,14 @@ def child_of(parent: JobRecord, at: ParentSpec, name: str | None, changes: Mappi
         raise invalid(problems(error, JobSpec, data)) from error
 
 
-async def planned(context: ApiContext, spec: JobSpec, caller: Caller, rewards: Rewards) -> ForkPlan:
+async def planned(context: ApiContext, spec: JobSpec, caller: Caller, rewards: Rewards) -> ForkOrigin:
     """What it takes to begin ``spec``, which has a parent. Raises RequestRefused, JobNotFound."""
     _require_own_rewards(_at(spec), rewards)
     await _parent(context, spec, caller)
     return await require_kept(context, _at(spec), caller, rewards)
 
 
-async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller, rewards: Rewards) -> ForkPlan:
+async def require_kept(context: ApiContext, at: ParentSpec, caller: Caller, rewards: Rewards) -> ForkOrigin:
     """What it takes to get to that step of that job. Raises RequestRefused, JobNotFound."""
     await _seen(context, at, caller)
     theirs, without = context.history.job_dir(at.job), Without.parse(at.without)

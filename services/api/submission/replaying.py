@@ -11,7 +11,7 @@ from pathlib import Path
 from gspo_core.log.changes import ImpossibleChange
 from gspo_core.problems import Problem
 from gspo_core.replay.past import Past, PastError
-from gspo_core.replay.question import Plan, Question, plan
+from gspo_core.replay.question import ReplayQuestion, ReplaySteps, plan
 from services.api.http.errors import FINAL, RequestRefused, invalid
 from services.files.job_dir import JobDir
 
@@ -21,14 +21,14 @@ MOST_STEPS = 1000
 MOST_MODEL_BYTES = 2 << 30
 
 
-async def planned(job: JobDir, question: Question) -> Plan:
+async def planned(job: JobDir, question: ReplayQuestion) -> ReplaySteps:
     """Raises RequestRefused."""
     if question.last - question.first >= MOST_STEPS:
         raise invalid([Problem("validation_failed", ("last",), f"last: a question has at most {MOST_STEPS} steps")])
     return await asyncio.to_thread(_planned, job, question)
 
 
-def _planned(job: JobDir, question: Question) -> Plan:
+def _planned(job: JobDir, question: ReplayQuestion) -> ReplaySteps:
     past = Past(job.path)
     try:
         found = plan(past, question)

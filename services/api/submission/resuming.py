@@ -29,7 +29,7 @@ from services.state.refusals import Conflict
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ResumeRequest:
     from_step: int | None = None
     steps: int | None = None
     horizon: int | None = None
@@ -39,7 +39,7 @@ class Wanted:
         return self.from_step is None and self.steps is None and self.horizon is None
 
 
-async def resume(context: ApiContext, job: JobRecord, wanted: Wanted) -> JobRecord:
+async def resume(context: ApiContext, job: JobRecord, wanted: ResumeRequest) -> JobRecord:
     """Raises RequestRefused."""
     while True:
         settings = _settings(job, wanted)
@@ -56,7 +56,7 @@ async def resume(context: ApiContext, job: JobRecord, wanted: Wanted) -> JobReco
         return reopened
 
 
-def _settings(job: JobRecord, wanted: Wanted) -> Mapping[str, JSON]:
+def _settings(job: JobRecord, wanted: ResumeRequest) -> Mapping[str, JSON]:
     """The live settings that it goes on with. Raises RequestRefused."""
     spec = tuned(spec_of(job), job.settings)
     begins = job.step if wanted.from_step is None else wanted.from_step

@@ -64,7 +64,7 @@ class Registration:
         return f"{self.name}@{self.version}"
 
 
-class CheckRecord(TypedDict):
+class ExaminationFinding(TypedDict):
     """One finding of an examination, as `gspo_core.testing.report` writes it."""
 
     id: str
@@ -78,7 +78,7 @@ class ExaminationReport(TypedDict):
 
     name: str
     ok: bool
-    checks: list[CheckRecord]
+    checks: list[ExaminationFinding]
 
 
 def parse_reference(text: str) -> tuple[str, int | None] | None:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES
 from services.gateway.dialects.openai_chat import arguments_text
-from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
 from services.gateway.dialects.sse import event
 from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
@@ -40,8 +40,8 @@ class AnthropicMessages:
         """``counts``: requests ask for the size of a prompt, so they name no bound of an answer."""
         self._counts = counts
 
-    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
-        reader, sent = Reader(ANTHROPIC_MESSAGES), Sent(body)
+    def read(self, body: JSON, headers: Mapping[str, str]) -> ParsedRequest:
+        reader, sent = Reader(ANTHROPIC_MESSAGES), FieldValue(body)
         taken = reader.take(sent)
         system, messages, sent_tools = taken.get("system"), taken.need("messages"), taken.get("tools")
         tools = asks.distinct(_tools(reader, sent_tools)) if sent_tools else []
@@ -69,9 +69,11 @@ class AnthropicMessages:
         )
         stream = taken.get("stream")
         is_stream = stream is not None and stream.flag()
-        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported)
+        return ParsedRequest(
+            ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported
+        )
 
-    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+    def whole(self, question: ParsedRequest, model: str, answer: Answer) -> JSON:
         blocks: list[JSON] = []
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -86,7 +88,7 @@ class AnthropicMessages:
             "policy_version": spans(answer.versions),
         }
 
-    def writer(self, question: Question, heading: Heading) -> MessagesWriter:
+    def writer(self, question: ParsedRequest, heading: Heading) -> MessagesWriter:
         return MessagesWriter(heading)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
@@ -101,7 +103,7 @@ class AnthropicMessages:
 class MessagesWriter:
     def __init__(self, heading: Heading) -> None:
         self._heading = heading
-        self._told = Told()
+        self._told = StreamState()
         self._num_blocks = 0
         self._open = ""
         """The type of the block that is not closed yet."""
@@ -167,7 +169,7 @@ class MessagesWriter:
         return out
 
 
-def _messages(reader: Reader, sent: Sent) -> list[Message]:
+def _messages(reader: Reader, sent: FieldValue) -> list[Message]:
     taken = reader.take(sent)
     role, content = taken.need("role"), taken.need("content")
     if role.value == "assistant":
@@ -179,7 +181,7 @@ def _messages(reader: Reader, sent: Sent) -> list[Message]:
     raise role.fault("must be user, assistant or system")
 
 
-def _of_user(reader: Reader, content: Sent) -> list[Message]:
+def _of_user(reader: Reader, content: FieldValue) -> list[Message]:
     if isinstance(content.value, str):
         return [{"role": "user", "content": content.value}]
     messages: list[Message] = []
@@ -196,7 +198,7 @@ def _of_user(reader: Reader, content: Sent) -> list[Message]:
     return asks.not_empty(messages, content)
 
 
-def _result(reader: Reader, block: Sent) -> Message:
+def _result(reader: Reader, block: FieldValue) -> Message:
     taken = reader.take(block)
     taken.need("type")
     call_id, content = taken.need("tool_use_id"), taken.get("content")
@@ -205,7 +207,7 @@ def _result(reader: Reader, block: Sent) -> Message:
     return {"role": "tool", "tool_call_id": call_id.name(), "content": text}
 
 
-def _assistant(reader: Reader, content: Sent) -> Message:
+def _assistant(reader: Reader, content: FieldValue) -> Message:
     if isinstance(content.value, str):
         return {"role": "assistant", "content": content.value}
     texts, thoughts, calls = list[str](), list[str](), list[MessageCall]()
@@ -225,21 +227,21 @@ def _assistant(reader: Reader, content: Sent) -> Message:
     return message
 
 
-def _thought(taken: Taken) -> str:
+def _thought(taken: ReadFields) -> str:
     taken.need("type")
     thought = taken.need("thinking").text()
     taken.end("a thought")
     return thought
 
 
-def _sent_call(taken: Taken) -> MessageCall:
+def _sent_call(taken: ReadFields) -> MessageCall:
     taken.need("type")
     read = asks.call(taken.need("id"), taken.need("name"), taken.need("input").value)
     taken.end("a call")
     return read
 
 
-def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
+def _tools(reader: Reader, sent: FieldValue) -> Iterator[tuple[FieldValue, ToolSchema]]:
     """Those that the agent runs itself; what runs at a provider is left out, and the answer says so."""
     for one in sent.items():
         if (kind := one.object().get("type")) in (None, "custom"):
@@ -250,13 +252,13 @@ def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
             raise one.fault("must have a text as its type")
 
 
-def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+def _tool(reader: Reader, sent: FieldValue) -> ToolSchema:
     taken = reader.take(sent)
     taken.get("type")
     return asks.tool(taken.need("name"), taken.get("description"), taken.need("input_schema"))
 
 
-def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> tuple[ToolChoice, bool]:
+def _choice(reader: Reader, sent: FieldValue | None, tools: Sequence[ToolSchema]) -> tuple[ToolChoice, bool]:
     """Also whether one call ends the turn."""
     if sent is None:
         return AUTO, False

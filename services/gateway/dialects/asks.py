@@ -14,8 +14,8 @@ import msgspec
 from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
-from services.gateway.dialects.sent import Reader, Sent
-from services.gateway.dialects.turns import AUTO, Ask, ToolChoice
+from services.gateway.dialects.sent import FieldValue, Reader
+from services.gateway.dialects.turns import AUTO, ToolChoice, TurnRequest
 from services.gateway.dialects.volatile import without_volatile
 
 MAX_KEY_CHARS = 256
@@ -33,16 +33,16 @@ def make_ask(
     max_tokens: int | None,
     stop: Sequence[str],
     headers: Mapping[str, str],
-    seed: Sent | None = None,
+    seed: FieldValue | None = None,
     *,
     single_call: bool = False,
-) -> Ask:
+) -> TurnRequest:
     # Without a seed as before there were seeds: digests are kept over releases.
     seeds = [] if seed is None else [seed.seed()]
     singles = ["single call"] if single_call else []
     canonical = msgspec.json.encode([messages, tools, choice, max_tokens, stop, *seeds, *singles], order="sorted")
     count = headers.get("x-stainless-retry-count", "0")
-    return Ask(
+    return TurnRequest(
         messages=tuple(messages),
         tools=tuple(tools),
         choice=choice,
@@ -60,18 +60,18 @@ def make_ask(
 def _repeat_key(headers: Mapping[str, str]) -> str:
     key = headers.get("idempotency-key", "")
     if len(key) > MAX_KEY_CHARS:
-        raise Sent(None, "Idempotency-Key").fault(f"may have at most {MAX_KEY_CHARS} characters")
+        raise FieldValue(None, "Idempotency-Key").fault(f"may have at most {MAX_KEY_CHARS} characters")
     return key
 
 
-def read_text(reader: Reader, content: Sent) -> str:
+def read_text(reader: Reader, content: FieldValue) -> str:
     """A text, or parts of text, which are one text."""
     if isinstance(content.value, str):
         return content.value
     return "".join(read_part(reader, part) for part in content.items())
 
 
-def read_instructions(reader: Reader, content: Sent) -> str:
+def read_instructions(reader: Reader, content: FieldValue) -> str:
     """As ``read_text``, without what differs from one request to the next."""
     whole = isinstance(content.value, str)
     return stable(reader, [content.text()] if whole else [read_part(reader, part) for part in content.items()])
@@ -88,7 +88,7 @@ def stable(reader: Reader, texts: Iterable[str]) -> str:
     return "".join(kept)
 
 
-def read_part(reader: Reader, part: Sent) -> str:
+def read_part(reader: Reader, part: FieldValue) -> str:
     kind = part.object().get("type")
     if kind not in TEXT_TYPES:
         raise part.fault(f"is of type {kind}, and the policy reads text only")
@@ -99,11 +99,11 @@ def read_part(reader: Reader, part: Sent) -> str:
     return text
 
 
-def is_single(parallel_tool_calls: Sent | None) -> bool:
+def is_single(parallel_tool_calls: FieldValue | None) -> bool:
     return parallel_tool_calls is not None and not parallel_tool_calls.flag()
 
 
-def read_stop(stop: Sent | None) -> list[str]:
+def read_stop(stop: FieldValue | None) -> list[str]:
     if stop is None:
         return []
     texts = [stop.name()] if isinstance(stop.value, str) else [one.name() for one in stop.items()]
@@ -112,11 +112,11 @@ def read_stop(stop: Sent | None) -> list[str]:
     return texts
 
 
-def call(call_id: Sent, name: Sent, arguments: JSON) -> MessageCall:
+def call(call_id: FieldValue, name: FieldValue, arguments: JSON) -> MessageCall:
     return {"id": call_id.name(), "type": "function", "function": {"name": name.name(), "arguments": arguments}}
 
 
-def parsed(arguments: Sent) -> JSON:
+def parsed(arguments: FieldValue) -> JSON:
     """The object that the text of arguments holds; any other text as it is, since a policy may have written it."""
     text = arguments.text()
     try:
@@ -126,7 +126,7 @@ def parsed(arguments: Sent) -> JSON:
     return value if isinstance(value, dict) else text
 
 
-def tool(name: Sent, description: Sent | None, parameters: Sent | None) -> ToolSchema:
+def tool(name: FieldValue, description: FieldValue | None, parameters: FieldValue | None) -> ToolSchema:
     schema: ToolSchema = {"type": "function", "function": {"name": name.name()}}
     if description is not None:
         schema["function"]["description"] = description.text()
@@ -135,7 +135,7 @@ def tool(name: Sent, description: Sent | None, parameters: Sent | None) -> ToolS
     return schema
 
 
-def choose(sent: Sent, choice: ToolChoice, tools: Sequence[ToolSchema]) -> ToolChoice:
+def choose(sent: FieldValue, choice: ToolChoice, tools: Sequence[ToolSchema]) -> ToolChoice:
     """``choice`` if it can be had with these tools. Raises ``Refusal``."""
     if choice.mode != "required":
         return choice if tools else AUTO
@@ -146,7 +146,7 @@ def choose(sent: Sent, choice: ToolChoice, tools: Sequence[ToolSchema]) -> ToolC
     return choice
 
 
-def distinct(tools: Iterable[tuple[Sent, ToolSchema]]) -> list[ToolSchema]:
+def distinct(tools: Iterable[tuple[FieldValue, ToolSchema]]) -> list[ToolSchema]:
     seen: dict[str, ToolSchema] = {}
     for sent, schema in tools:
         name = schema["function"]["name"]
@@ -156,7 +156,7 @@ def distinct(tools: Iterable[tuple[Sent, ToolSchema]]) -> list[ToolSchema]:
     return list(seen.values())
 
 
-def not_empty(messages: list[Message], sent: Sent) -> list[Message]:
+def not_empty(messages: list[Message], sent: FieldValue) -> list[Message]:
     if not messages:
         raise sent.fault("must hold at least one message")
     return messages

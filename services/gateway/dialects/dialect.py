@@ -14,17 +14,17 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import ToolCall
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
-from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, VersionSpan
+from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, VersionSpan
 
 # Fields of requests, in any dialect.
 HISTORIES = frozenset({"messages", "input", "contents"})
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ParsedRequest:
     """A request as it was read."""
 
-    ask: Ask
+    ask: TurnRequest
     model: str
     """The name that the client used, whatever policy answers."""
     is_stream: bool
@@ -38,7 +38,7 @@ class Question:
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
 
-    def without_history(self) -> Question:
+    def without_history(self) -> ParsedRequest:
         """For the answer, which tells nothing of it: it is large, and a stream may be open for long."""
         body = {name: value for name, value in self.body.items() if name not in HISTORIES}
         return replace(self, ask=replace(self.ask, messages=(), tools=(), said=()), body=body)
@@ -71,20 +71,20 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
-    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+    def read(self, body: JSON, headers: Mapping[str, str]) -> ParsedRequest:
         """Raises ``Refusal``."""
         ...
 
-    def whole(self, question: Question, model: str, answer: Answer) -> JSON: ...
+    def whole(self, question: ParsedRequest, model: str, answer: Answer) -> JSON: ...
 
-    def writer(self, question: Question, heading: Heading) -> Writer: ...
+    def writer(self, question: ParsedRequest, heading: Heading) -> Writer: ...
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
         """The status and the body of an error."""
         ...
 
 
-class Told:
+class StreamState:
     """What a stream has told of an answer so far."""
 
     def __init__(self) -> None:

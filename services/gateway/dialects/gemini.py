@@ -13,12 +13,12 @@ import msgspec
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import GEMINI
 from services.gateway.dialects.gemini_contents import read_contents, read_instructions
 from services.gateway.dialects.gemini_schema import as_json_schema
-from services.gateway.dialects.sent import Reader, Sent
+from services.gateway.dialects.sent import FieldValue, Reader
 from services.gateway.dialects.spelling import in_camel_case
 from services.gateway.dialects.sse import event
 from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
@@ -53,11 +53,11 @@ class Gemini:
         """``counts``: the size of a prompt is asked for, which may stand one level deeper."""
         self._counts = counts
 
-    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+    def read(self, body: JSON, headers: Mapping[str, str]) -> ParsedRequest:
         if self._counts and isinstance(body, dict) and isinstance(inner := body.get(_COUNTED), dict):
             rest = {name: value for name, value in body.items() if name != _COUNTED}
             body = {**inner, **rest}
-        reader, sent = Reader(GEMINI), Sent(in_camel_case(body, GEMINI))
+        reader, sent = Reader(GEMINI), FieldValue(in_camel_case(body, GEMINI))
         taken = reader.take(sent)
         system, contents, sent_tools = taken.get("systemInstruction"), taken.need("contents"), taken.get("tools")
         tools = asks.distinct(_tools(reader, sent_tools)) if sent_tools else []
@@ -65,7 +65,7 @@ class Gemini:
         if read[-1]["role"] == "assistant":
             raise contents.fault("end with words of the model, and the policy begins its turns itself")
         instructions = [] if system is None else read_instructions(reader, system)
-        config = reader.take(taken.get("generationConfig") or Sent({}, "generationConfig"))
+        config = reader.take(taken.get("generationConfig") or FieldValue({}, "generationConfig"))
         max_tokens = config.get("maxOutputTokens")
         ask = asks.make_ask(
             [*instructions, *read],
@@ -78,13 +78,15 @@ class Gemini:
         )
         stream = taken.get("stream")
         is_stream = stream is not None and stream.flag()
-        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported)
+        return ParsedRequest(
+            ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported
+        )
 
-    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+    def whole(self, question: ParsedRequest, model: str, answer: Answer) -> JSON:
         piece = Piece(answer.before, answer.reasoning, answer.named_calls, answer.behind)
         return _last(answer.id, model, _parts(piece), answer)
 
-    def writer(self, question: Question, heading: Heading) -> GeminiWriter:
+    def writer(self, question: ParsedRequest, heading: Heading) -> GeminiWriter:
         return GeminiWriter(heading)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
@@ -98,7 +100,7 @@ class Gemini:
 class GeminiWriter:
     def __init__(self, heading: Heading) -> None:
         self._heading = heading
-        self._told = Told()
+        self._told = StreamState()
 
     def begin(self) -> bytes:
         """Nothing: packages that keep a conversation drop an answer of which a chunk has no parts."""
@@ -126,24 +128,24 @@ def _event(chunk: JSON) -> bytes:
     return data
 
 
-def _tools(reader: Reader, sent: Sent) -> Iterator[tuple[Sent, ToolSchema]]:
+def _tools(reader: Reader, sent: FieldValue) -> Iterator[tuple[FieldValue, ToolSchema]]:
     for one in sent.items():
         functions = reader.take(one).get("functionDeclarations")
         for function in functions.items() if functions is not None else ():
             yield function, _tool(reader, function)
 
 
-def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+def _tool(reader: Reader, sent: FieldValue) -> ToolSchema:
     taken = reader.take(sent)
     own, schema = taken.get("parameters"), taken.get("parametersJsonSchema")
     if own is not None and schema is not None:
         raise schema.fault("stands beside parameters, which say the same")
     if own is not None:
-        schema = Sent(as_json_schema(own.value), own.place)
+        schema = FieldValue(as_json_schema(own.value), own.place)
     return asks.tool(taken.need("name"), taken.get("description"), schema)
 
 
-def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+def _choice(reader: Reader, sent: FieldValue | None, tools: Sequence[ToolSchema]) -> ToolChoice:
     config = None if sent is None else reader.take(sent).get("functionCallingConfig")
     if config is None:
         return AUTO

@@ -14,20 +14,20 @@ import msgspec
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall
 from services.gateway.dialects import asks
-from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
 
 # Keys of a result that hold it whole; one named otherwise, like ``error``, is shown with its name.
 _WHOLE_RESULTS = frozenset({"output", "result"})
 
 
-def read_instructions(reader: Reader, sent: Sent) -> list[Message]:
+def read_instructions(reader: Reader, sent: FieldValue) -> list[Message]:
     taken = reader.take(sent)
     texts = [_text_of(reader, part, "the instructions") for part in taken.need("parts").items()]
     text = asks.stable(reader, texts)
     return [{"role": "system", "content": text}] if text else []
 
 
-def read_contents(reader: Reader, contents: Sent) -> list[Message]:
+def read_contents(reader: Reader, contents: FieldValue) -> list[Message]:
     conversation = _Conversation(reader)
     for one in contents.items():
         conversation.add(one)
@@ -44,7 +44,7 @@ class _Conversation:
         self._closed: dict[str, str] = {}
         """The result of each of the last calls, by its id."""
 
-    def add(self, content: Sent) -> None:
+    def add(self, content: FieldValue) -> None:
         taken = self._reader.take(content)
         role, parts = taken.get("role"), taken.need("parts")
         if role is None or role.value in ("user", "function", "tool"):
@@ -54,7 +54,7 @@ class _Conversation:
         else:
             raise role.fault("must be user, model or function")
 
-    def _of_user(self, parts: Sent) -> None:
+    def _of_user(self, parts: FieldValue) -> None:
         is_new = True
         for part in parts.items():
             taken = self._reader.take(part)
@@ -71,7 +71,7 @@ class _Conversation:
                 before["content"] = f"{before.get('content')}{text}"
             is_new = False
 
-    def _add_result(self, sent: Sent) -> None:
+    def _add_result(self, sent: FieldValue) -> None:
         taken = self._reader.take(sent)
         sent_id, name, response = taken.get("id"), taken.need("name"), taken.get("response")
         text = "" if response is None else _result_text(response.object())
@@ -83,7 +83,7 @@ class _Conversation:
         self._closed[call_id] = text
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
-    def _answered(self, call_id: str, name: Sent) -> str:
+    def _answered(self, call_id: str, name: FieldValue) -> str:
         """The id of the call that a result belongs to."""
         found = next((one for one in self._open if one[0] == call_id), None)
         if found is None and call_id not in self._closed:
@@ -95,7 +95,7 @@ class _Conversation:
             raise name.fault("is of no call before it that has no result yet")
         return call_id
 
-    def _of_model(self, parts: Sent) -> None:
+    def _of_model(self, parts: FieldValue) -> None:
         texts, thoughts, calls = list[str](), list[str](), list[MessageCall]()
         for part in parts.items():
             taken = self._reader.take(part)
@@ -114,11 +114,11 @@ class _Conversation:
         _extend(before, "".join(texts), "".join(thoughts), calls)
         self._open += [(str(one["id"]), str(one["function"]["name"])) for one in calls]
 
-    def _call(self, sent: Sent) -> MessageCall:
+    def _call(self, sent: FieldValue) -> MessageCall:
         taken = self._reader.take(sent)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         call_id, args = taken.get("id"), taken.get("args")
-        named = Sent(f"call_{number}") if call_id is None or call_id.value == "" else call_id
+        named = FieldValue(f"call_{number}") if call_id is None or call_id.value == "" else call_id
         return asks.call(named, taken.need("name"), {} if args is None else args.value)
 
 
@@ -130,11 +130,11 @@ def _extend(message: Message, text: str, thought: str, calls: list[MessageCall])
         message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
 
 
-def _text_of(reader: Reader, part: Sent, what: str) -> str:
+def _text_of(reader: Reader, part: FieldValue, what: str) -> str:
     return _text(reader.take(part), part, what)
 
 
-def _text(taken: Taken, part: Sent, what: str) -> str:
+def _text(taken: ReadFields, part: FieldValue, what: str) -> str:
     """A part without a text says nothing: some hold a signature alone."""
     text = taken.get("text")
     taken.end(what)

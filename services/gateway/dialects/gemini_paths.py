@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gspo_core.json_value import JSON
-from services.gateway.dialects.sent import Sent
+from services.gateway.dialects.sent import FieldValue
 
 PREFIX = "/v1beta/models"
 # The other version of the API, whose models share their path with OpenAI's.
@@ -49,5 +49,5 @@ def joined(body: JSON, fields: Mapping[str, JSON]) -> JSON:
     for name, value in fields.items():
         said = body.get(name)
         if said is not None and said != value and said != f"models/{value}":
-            raise Sent(said, name).fault("is not what the path of the request says")
+            raise FieldValue(said, name).fault("is not what the path of the request says")
     return {**body, **fields}

@@ -13,10 +13,10 @@ import msgspec
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_CHAT
-from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
 from services.gateway.dialects.sse import COMMENT, event
 from services.gateway.dialects.tool_forms import Form, Forms, arguments_of, form_of, text_tool, told_id, told_text
 from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
@@ -32,8 +32,8 @@ ERROR_TYPES: Mapping[int, str] = {
 
 
 class OpenAIChat:
-    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
-        reader, sent = Reader(OPENAI_CHAT), Sent(body)
+    def read(self, body: JSON, headers: Mapping[str, str]) -> ParsedRequest:
+        reader, sent = Reader(OPENAI_CHAT), FieldValue(body)
         taken = reader.take(sent)
         messages = taken.need("messages")
         read = [_message(reader, one) for one in messages.items()]
@@ -51,7 +51,7 @@ class OpenAIChat:
             single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(tools),
         )
         stream = taken.get("stream")
-        return Question(
+        return ParsedRequest(
             ask=ask,
             model=taken.need("model").name(),
             is_stream=stream is not None and stream.flag(),
@@ -62,7 +62,7 @@ class OpenAIChat:
             forms=forms,
         )
 
-    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+    def whole(self, question: ParsedRequest, model: str, answer: Answer) -> JSON:
         message: dict[str, JSON] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -80,7 +80,7 @@ class OpenAIChat:
             "policy_version": spans(answer.versions),
         }
 
-    def writer(self, question: Question, heading: Heading) -> ChatWriter:
+    def writer(self, question: ParsedRequest, heading: Heading) -> ChatWriter:
         return ChatWriter(heading, question.forms, wants_usage=question.wants_usage)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
@@ -92,7 +92,7 @@ class ChatWriter:
         self._heading = heading
         self._forms = forms
         self._wants_usage = wants_usage
-        self._told = Told()
+        self._told = StreamState()
         self._num_calls = 0
 
     def begin(self) -> bytes:
@@ -158,7 +158,7 @@ def arguments_text(arguments: JSON) -> str:
     return msgspec.json.encode(arguments).decode()
 
 
-def _max_tokens(taken: Taken) -> int | None:
+def _max_tokens(taken: ReadFields) -> int | None:
     old, new = taken.get("max_tokens"), taken.get("max_completion_tokens")
     if old is not None and new is not None and old.count() != new.count():
         raise old.fault("and max_completion_tokens say different numbers")
@@ -166,12 +166,12 @@ def _max_tokens(taken: Taken) -> int | None:
     return None if bound is None else bound.count()
 
 
-def _wants_usage(reader: Reader, options: Sent | None) -> bool:
+def _wants_usage(reader: Reader, options: FieldValue | None) -> bool:
     wanted = None if options is None else reader.take(options).get("include_usage")
     return wanted is not None and wanted.flag()
 
 
-def _message(reader: Reader, sent: Sent) -> Message:
+def _message(reader: Reader, sent: FieldValue) -> Message:
     taken = reader.take(sent)
     role = taken.need("role")
     name = taken.get("name")
@@ -193,7 +193,7 @@ def _message(reader: Reader, sent: Sent) -> Message:
     return message
 
 
-def _assistant(reader: Reader, taken: Taken) -> Message:
+def _assistant(reader: Reader, taken: ReadFields) -> Message:
     content, calls = taken.get("content"), taken.get("tool_calls")
     message: Message = {"role": "assistant", "content": None if content is None else asks.read_text(reader, content)}
     reasoning = _reasoning(reader, taken)
@@ -204,7 +204,7 @@ def _assistant(reader: Reader, taken: Taken) -> Message:
     return message
 
 
-def _reasoning(reader: Reader, taken: Taken) -> str:
+def _reasoning(reader: Reader, taken: ReadFields) -> str:
     """It comes back under the name that a client or its proxy prefers, sometimes under several."""
     details = taken.get("reasoning_details")
     plain = [one.text() for one in (taken.get("reasoning_content"), taken.get("reasoning")) if one is not None]
@@ -213,7 +213,7 @@ def _reasoning(reader: Reader, taken: Taken) -> str:
     return next(filter(None, plain), "")
 
 
-def _call(reader: Reader, sent: Sent) -> MessageCall:
+def _call(reader: Reader, sent: FieldValue) -> MessageCall:
     taken = reader.take(sent)
     call_id, kind = taken.need("id"), taken.get("type")
     if kind is not None and kind.value == "custom":
@@ -227,7 +227,7 @@ def _call(reader: Reader, sent: Sent) -> MessageCall:
     return asks.call(call_id, function.need("name"), asks.parsed(function.need("arguments")))
 
 
-def _tool(reader: Reader, sent: Sent, forms: dict[str, Form]) -> ToolSchema:
+def _tool(reader: Reader, sent: FieldValue, forms: dict[str, Form]) -> ToolSchema:
     kind = sent.object().get("type")
     if kind not in (None, "function", "custom"):
         raise sent.fault(f"is of type {kind}: there are no other tools than functions and custom ones here")
@@ -244,7 +244,7 @@ def _tool(reader: Reader, sent: Sent, forms: dict[str, Form]) -> ToolSchema:
     return asks.tool(function.need("name"), function.get("description"), function.get("parameters"))
 
 
-def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+def _choice(reader: Reader, sent: FieldValue | None, tools: Sequence[ToolSchema]) -> ToolChoice:
     if sent is None:
         return AUTO
     if isinstance(sent.value, str):
@@ -257,7 +257,7 @@ def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> T
     return asks.choose(sent, ToolChoice("required", named.need("name").name()), tools)
 
 
-def said_choice(sent: Sent) -> ToolChoice:
+def said_choice(sent: FieldValue) -> ToolChoice:
     """A choice in one word, as both dialects of OpenAI have it."""
     if sent.value == "none":
         return ToolChoice("none")
@@ -268,7 +268,7 @@ def said_choice(sent: Sent) -> ToolChoice:
     return AUTO
 
 
-def needs_tool(sent: Sent) -> str:
+def needs_tool(sent: FieldValue) -> str:
     """The kind of the tool that is to be called; of the other kinds of choices, none can be acted on."""
     kind = sent.object().get("type")
     if kind not in ("function", "custom"):

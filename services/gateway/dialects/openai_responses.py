@@ -13,11 +13,11 @@ from dataclasses import replace
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.fields import OPENAI_RESPONSES
 from services.gateway.dialects.openai_chat import arguments_text, error, needs_tool, said_choice
-from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
 from services.gateway.dialects.sse import event
 from services.gateway.dialects.tool_forms import (
     Form,
@@ -38,8 +38,8 @@ LEFT_OUT = frozenset(
 
 
 class OpenAIResponses:
-    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
-        reader, sent = Reader(OPENAI_RESPONSES), Sent(body)
+    def read(self, body: JSON, headers: Mapping[str, str]) -> ParsedRequest:
+        reader, sent = Reader(OPENAI_RESPONSES), FieldValue(body)
         taken = reader.take(sent)
         instructions, given, tools = taken.get("instructions"), taken.need("input"), taken.get("tools")
         conversation = _Conversation(reader)
@@ -67,14 +67,14 @@ class OpenAIResponses:
             single_call=asks.is_single(taken.get("parallel_tool_calls")) and bool(functions),
         )
         is_stream = stream is not None and stream.flag()
-        return Question(
+        return ParsedRequest(
             ask, taken.need("model").name(), is_stream, reader.ignored, sent.object(), reader.unsupported, forms
         )
 
-    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+    def whole(self, question: ParsedRequest, model: str, answer: Answer) -> JSON:
         return _response(question, Heading(answer.id, answer.created_at, model, answer.usage.num_prompt_tokens), answer)
 
-    def writer(self, question: Question, heading: Heading) -> ResponsesWriter:
+    def writer(self, question: ParsedRequest, heading: Heading) -> ResponsesWriter:
         return ResponsesWriter(question, heading)
 
     def fault(self, fault: Fault) -> tuple[int, JSON]:
@@ -105,10 +105,10 @@ _ITEMS = (
 
 
 class ResponsesWriter:
-    def __init__(self, question: Question, heading: Heading) -> None:
+    def __init__(self, question: ParsedRequest, heading: Heading) -> None:
         self._question = question
         self._heading = heading
-        self._told = Told()
+        self._told = StreamState()
         self._num_events = 0
         self._num_items = 0
         self._num_calls = 0
@@ -139,7 +139,7 @@ class ResponsesWriter:
         out = self.piece(self._told.rest(answer))
         if not answer.text and not answer.calls:
             out += self._continue("message", "")
-        # Behind reasoning there is always something, so that it is never what was cut off.
+        # Reasoning is always followed by another item, so it is never what was cut off.
         out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
         whole = _response(self._question, self._heading, answer)
         return out + self._event(f"response.{whole['status']}", {"response": whole})
@@ -240,7 +240,7 @@ class _Conversation:
         self._turn: Message | None = None
         """The turn of the assistant that further items may belong to."""
 
-    def add(self, item: Sent) -> None:
+    def add(self, item: FieldValue) -> None:
         kind = item.object().get("type", "message")
         if kind not in _ITEMS:
             raise item.fault(f"is of type {kind}, which cannot be acted on here")
@@ -256,7 +256,7 @@ class _Conversation:
             self._result(taken)
         taken.end(f"an item of type {kind}")
 
-    def _message(self, taken: Taken) -> None:
+    def _message(self, taken: ReadFields) -> None:
         role, text = taken.need("role"), asks.read_text(self._reader, taken.need("content"))
         if role.value == "assistant":
             turn = self._turn
@@ -272,7 +272,7 @@ class _Conversation:
         else:
             raise role.fault("must be system, developer, user or assistant")
 
-    def _reasoning(self, taken: Taken) -> None:
+    def _reasoning(self, taken: ReadFields) -> None:
         content, summary = taken.get("content"), taken.get("summary")
         told = content if content is not None and content.value else summary
         text = "" if told is None else asks.read_text(self._reader, told)
@@ -280,15 +280,15 @@ class _Conversation:
         if text:
             turn["reasoning_content"] = text
 
-    def _call(self, taken: Taken, *, is_text: bool) -> None:
+    def _call(self, taken: ReadFields, *, is_text: bool) -> None:
         turn = self._turn if self._turn is not None else self._begin_turn()
         call_id, name, namespace = taken.need("call_id"), taken.need("name"), taken.get("namespace")
         arguments = arguments_of(call_id, taken.need("input")) if is_text else asks.parsed(taken.need("arguments"))
         if namespace is not None:
-            name = Sent(joined(namespace.name(), name.name()), name.place)
+            name = FieldValue(joined(namespace.name(), name.name()), name.place)
         turn["tool_calls"] = [*turn.get("tool_calls", ()), asks.call(call_id, name, arguments)]
 
-    def _result(self, taken: Taken) -> None:
+    def _result(self, taken: ReadFields) -> None:
         self._turn = None
         call_id, output = taken.need("call_id"), taken.need("output")
         text = asks.read_text(self._reader, output)
@@ -304,7 +304,7 @@ class _Conversation:
         return self._turn
 
 
-def _tools(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Iterator[tuple[Sent, ToolSchema]]:
+def _tools(reader: Reader, sent: FieldValue, forms: dict[str, Form]) -> Iterator[tuple[FieldValue, ToolSchema]]:
     """Functions, also those of namespaces, and tools of one text, as functions; what runs at a provider is left out,
     and the answer says so."""
     for one in sent.items():
@@ -319,7 +319,9 @@ def _tools(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Iterator[tuple
             raise one.fault(f"is of type {kind}: there are no other tools than functions and custom ones here")
 
 
-def _named_together(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Iterator[tuple[Sent, ToolSchema]]:
+def _named_together(
+    reader: Reader, sent: FieldValue, forms: dict[str, Form]
+) -> Iterator[tuple[FieldValue, ToolSchema]]:
     taken = reader.take(sent)
     namespace = taken.need("name").name()
     taken.need("type")
@@ -332,7 +334,7 @@ def _named_together(reader: Reader, sent: Sent, forms: dict[str, Form]) -> Itera
         yield one, _tool(reader, one, forms, namespace)
 
 
-def _tool(reader: Reader, sent: Sent, forms: dict[str, Form], namespace: str = "") -> ToolSchema:
+def _tool(reader: Reader, sent: FieldValue, forms: dict[str, Form], namespace: str = "") -> ToolSchema:
     taken = reader.take(sent)
     kind, name = taken.need("type"), taken.need("name")
     form = Form(name.name(), namespace, is_text=kind.value == "custom")
@@ -341,12 +343,12 @@ def _tool(reader: Reader, sent: Sent, forms: dict[str, Form], namespace: str = "
     if form.is_text:
         tool = text_tool(reader, taken, form)
     else:
-        tool = asks.tool(Sent(form.full_name, name.place), taken.get("description"), taken.get("parameters"))
+        tool = asks.tool(FieldValue(form.full_name, name.place), taken.get("description"), taken.get("parameters"))
     taken.end(f"a tool of type {kind.value}")
     return tool
 
 
-def _choice(reader: Reader, sent: Sent | None, tools: Sequence[ToolSchema]) -> ToolChoice:
+def _choice(reader: Reader, sent: FieldValue | None, tools: Sequence[ToolSchema]) -> ToolChoice:
     if sent is None:
         return AUTO
     if isinstance(sent.value, str):
@@ -370,7 +372,7 @@ _SCHEMAS_FIELDS: Mapping[str, JSON] = {
 }
 
 
-def _response(question: Question, heading: Heading, answer: Answer | None) -> dict[str, JSON]:
+def _response(question: ParsedRequest, heading: Heading, answer: Answer | None) -> dict[str, JSON]:
     """The response; without an answer, one that is in progress."""
     body = question.body
     response: dict[str, JSON] = {

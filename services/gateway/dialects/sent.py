@@ -58,7 +58,7 @@ Fields: TypeAlias = Mapping[str, Mapping[str, Rule]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class FieldValue:
     """A value of a request, and where it stands."""
 
     value: JSON
@@ -93,38 +93,38 @@ class Sent:
             raise self.fault("must be true or false")
         return self.value
 
-    def items(self) -> list[Sent]:
+    def items(self) -> list[FieldValue]:
         if not isinstance(self.value, list):
             raise self.fault("must be a list")
-        return [Sent(one, f"{self.place}[{index}]") for index, one in enumerate(self.value)]
+        return [FieldValue(one, f"{self.place}[{index}]") for index, one in enumerate(self.value)]
 
-    def members(self) -> Iterator[tuple[str, Sent]]:
+    def members(self) -> Iterator[tuple[str, FieldValue]]:
         if not isinstance(self.value, dict):
             raise self.fault("must be an object")
         for name, value in self.value.items():
-            yield name, Sent(value, f"{self.place}.{name}" if self.place else name)
+            yield name, FieldValue(value, f"{self.place}.{name}" if self.place else name)
 
     def object(self) -> dict[str, JSON]:
-        """As it is: for schemas and arguments, whose fields are anybody's."""
+        """Not checked further: schemas and arguments have fields that users define."""
         if not isinstance(self.value, dict):
             raise self.fault("must be an object")
         return self.value
 
 
-class Taken:
+class ReadFields:
     """The fields of one object that are acted on. Whoever reads them takes them; then none may be left."""
 
-    def __init__(self, whole: Sent, fields: dict[str, Sent]) -> None:
+    def __init__(self, whole: FieldValue, fields: dict[str, FieldValue]) -> None:
         self._whole = whole
         self._fields = fields
 
-    def get(self, name: str) -> Sent | None:
+    def get(self, name: str) -> FieldValue | None:
         return self._fields.pop(name, None)
 
-    def need(self, name: str) -> Sent:
+    def need(self, name: str) -> FieldValue:
         found = self._fields.pop(name, None)
         if found is None:
-            raise Sent(None, f"{self._whole.place}.{name}".lstrip(".")).fault("is missing")
+            raise FieldValue(None, f"{self._whole.place}.{name}".lstrip(".")).fault("is missing")
         return found
 
     def end(self, what: str) -> None:
@@ -162,10 +162,10 @@ class Reader:
             raise refusal
         self._unsupported.append(refusal)
 
-    def take(self, sent: Sent) -> Taken:
+    def take(self, sent: FieldValue) -> ReadFields:
         """An object's fields that are acted on. Null says nothing. Raises ``Refusal``."""
         rules = self._fields[_INDEX.sub("[]", sent.place)]
-        taken: dict[str, Sent] = {}
+        taken: dict[str, FieldValue] = {}
         for name, field in sent.members():
             rule = rules.get(name)
             if rule is None:
@@ -179,7 +179,7 @@ class Reader:
                 self.ignore(field.place)
             elif isinstance(rule, Only) and not _is_one_of(field.value, rule.values):
                 self._refuse(field.fault(rule.why), is_vital=rule.is_vital)
-        return Taken(sent, taken)
+        return ReadFields(sent, taken)
 
 
 def _is_one_of(value: JSON, values: tuple[JSON, ...]) -> bool:

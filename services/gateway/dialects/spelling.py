@@ -7,7 +7,7 @@ like the arguments of a call, stays as it is.
 from __future__ import annotations
 
 from gspo_core.json_value import JSON
-from services.gateway.dialects.sent import Fields, Sent
+from services.gateway.dialects.sent import Fields, FieldValue
 
 
 def in_camel_case(value: JSON, fields: Fields, place: str = "") -> JSON:
@@ -22,7 +22,7 @@ def in_camel_case(value: JSON, fields: Fields, place: str = "") -> JSON:
         spelled = camel if camel in fields[place] else name
         where = f"{place}.{spelled}".lstrip(".")
         if spelled in found:
-            raise Sent(inner, where).fault("is there in two spellings")
+            raise FieldValue(inner, where).fault("is there in two spellings")
         found[spelled] = in_camel_case(inner, fields, where)
     return found
 

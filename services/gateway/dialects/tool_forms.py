@@ -15,7 +15,7 @@ from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
 
 INPUT = "input"
 _PARAMETERS: JSON = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
@@ -49,7 +49,7 @@ def form_of(forms: Forms, name: str | None) -> Form:
     return forms.get(name or "", Form(name or ""))
 
 
-def text_tool(reader: Reader, taken: Taken, form: Form) -> ToolSchema:
+def text_tool(reader: Reader, taken: ReadFields, form: Form) -> ToolSchema:
     """A grammar is told in words; nothing is held to it, which the answer says."""
     description, shape = taken.get("description"), taken.get("format")
     words = "" if description is None else description.text()
@@ -57,7 +57,7 @@ def text_tool(reader: Reader, taken: Taken, form: Form) -> ToolSchema:
         reader.ignore(shape.place)
         grammar = shape.object().get("definition") or shape.object().get("grammar")
         words = f"{words}\n\nThe input follows this grammar:\n{grammar}".strip()
-    tool = asks.tool(Sent(form.full_name), None, Sent(_PARAMETERS))
+    tool = asks.tool(FieldValue(form.full_name), None, FieldValue(_PARAMETERS))
     return {**tool, "function": {**tool["function"], "description": words}}
 
 
@@ -72,7 +72,7 @@ def told_text(arguments: JSON) -> str:
     return msgspec.json.encode(arguments).decode()
 
 
-def arguments_of(call_id: Sent, text: Sent) -> JSON:
+def arguments_of(call_id: FieldValue, text: FieldValue) -> JSON:
     """The inverse of ``told_text``."""
     if call_id.text().endswith(_WHOLE):
         try:

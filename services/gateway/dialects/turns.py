@@ -29,7 +29,7 @@ AUTO = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """What an agent asks for: the next turn of a conversation, whose whole history it sends each time."""
 
     messages: tuple[Message, ...]
@@ -102,7 +102,7 @@ class Answer:
     """Unix seconds."""
     reasoning: str = ""
     stop_text: str = ""
-    """The one of ``Ask.stop`` that ended the turn, where one did."""
+    """The one of ``TurnRequest.stop`` that ended the turn, where one did."""
     num_behind: int = 0
     """Characters at the end of ``text`` that are told behind the calls: what could not be read as a call there."""
 
@@ -224,12 +224,12 @@ class Answering(Protocol):
 class Turns(Protocol):
     """What the HTTP side needs of the episodes."""
 
-    async def ask(self, key: str, ask: Ask) -> Answering:
+    async def ask(self, key: str, ask: TurnRequest) -> Answering:
         """Waits while the episode of ``key`` is brought back here, up to a bound: nothing can be said to the client
         meanwhile. Raises ``Refusal``."""
         ...
 
-    async def count_tokens(self, key: str, ask: Ask) -> int:
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         """The tokens of the prompt that ``ask`` would become; nothing is sampled or recorded. Raises ``Refusal``."""
         ...
 

@@ -59,7 +59,7 @@ _TRY_S = 30.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ControlGroupPlace:
     """Where groups can be made."""
 
     version: int
@@ -80,7 +80,7 @@ class Place:
 class ControlGroup:
     """Of one host. ``make`` makes it."""
 
-    def __init__(self, place: Place, name: str, lock: int) -> None:
+    def __init__(self, place: ControlGroupPlace, name: str, lock: int) -> None:
         self._place = place
         self._name = name
         self._lock = lock
@@ -152,7 +152,7 @@ def offer() -> tuple[str, str]:
     return f"{held} (version {place.version})", place.refused
 
 
-def sweep(place: Place) -> None:
+def sweep(place: ControlGroupPlace) -> None:
     """Removes groups that nobody holds; those with processes in them stay, the kernel sees to that."""
     first, *_ = place.distinct
     for folder in (first / ALL).glob(f"{PREFIX}*"):
@@ -167,7 +167,7 @@ def sweep(place: Place) -> None:
                 os.close(lock)
 
 
-def _claimed(place: Place) -> tuple[str, int]:
+def _claimed(place: ControlGroupPlace) -> tuple[str, int]:
     """The name of a new group, and the lock that keeps it."""
     first, *others = place.distinct
     while True:
@@ -190,7 +190,7 @@ def _claimed(place: Place) -> tuple[str, int]:
     return name, lock
 
 
-def _make_common(place: Place) -> None:
+def _make_common(place: ControlGroupPlace) -> None:
     """The group of all hosts, with its bounds. Raises ``OSError``."""
     for folder in place.distinct:
         (folder / ALL).mkdir(exist_ok=True)
@@ -202,7 +202,7 @@ def _make_common(place: Place) -> None:
                 (place.folders[MEMORY] / ALL / name).write_text(text)
 
 
-def _memory_bytes(place: Place) -> int:
+def _memory_bytes(place: ControlGroupPlace) -> int:
     """Of this machine, or of the group that this process is in, if that has less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max", or the root, which has no bound
@@ -210,7 +210,7 @@ def _memory_bytes(place: Place) -> int:
     return machine
 
 
-def _weigh(place: Place) -> None:
+def _weigh(place: ControlGroupPlace) -> None:
     """The share of all hosts, of as many as there are now."""
     if PROCESSORS in place.folders:
         common = place.folders[PROCESSORS] / ALL
@@ -224,14 +224,14 @@ def _weigh(place: Place) -> None:
 
 
 @cache
-def _place() -> Place:
+def _place() -> ControlGroupPlace:
     if sys.platform != "linux":
-        return Place(2, {}, "control groups need Linux")
+        return ControlGroupPlace(2, {}, "control groups need Linux")
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        return Place(2, {}, str(error))
+        return ControlGroupPlace(2, {}, str(error))
     own = own_folders(mounts, groups)
     return _first_version(own) if any(name in own for name in _WORDS) else _second_version(own.get(""))
 
@@ -262,7 +262,7 @@ def _below(path: str, root: str) -> str | None:
     return None
 
 
-def _first_version(own: Mapping[str, Path]) -> Place:
+def _first_version(own: Mapping[str, Path]) -> ControlGroupPlace:
     """Each controller has folders of its own, and those that can be had are."""
     folders, refused = {}, []
     for name in _WORDS:
@@ -273,13 +273,13 @@ def _first_version(own: Mapping[str, Path]) -> Place:
             refused.append(f"{_WORDS[name]}: not mounted")
         except (OSError, subprocess.TimeoutExpired) as error:
             refused.append(f"{_WORDS[name]}: {error}")
-    return Place(1, folders, "; ".join(refused))
+    return ControlGroupPlace(1, folders, "; ".join(refused))
 
 
-def _second_version(own: Path | None) -> Place:
+def _second_version(own: Path | None) -> ControlGroupPlace:
     """Below the own group, which the kernel allows where no process is in it (or it is the root), or beside it."""
     if own is None:
-        return Place(2, {}, "no file system of control groups is mounted")
+        return ControlGroupPlace(2, {}, "no file system of control groups is mounted")
     refused = ""
     for base in (own, own.parent):
         try:
@@ -290,10 +290,10 @@ def _second_version(own: Path | None) -> Place:
                 continue
             _enable(base, names)
             _try(base, names)
-            return Place(2, dict.fromkeys(names, base), "")
+            return ControlGroupPlace(2, dict.fromkeys(names, base), "")
         except (OSError, subprocess.TimeoutExpired) as error:
             refused = refused or str(error)
-    return Place(2, {}, refused)
+    return ControlGroupPlace(2, {}, refused)
 
 
 def _try(base: Path, controllers: Iterable[str] = ()) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gspo_core import descendants, landlock
 from services.hosts.walls import filesystem, kernel, syscalls, users
-from services.hosts.walls.terms import Plan
+from services.hosts.walls.terms import WallPlan
 
 # Where the machine is short of memory, what runs behind walls ends before any service does.
 _OUT_OF_MEMORY_SCORE = "500"
@@ -29,7 +29,7 @@ _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | k
 
 
 def main() -> None:
-    plan: Plan = json.loads(sys.argv[2])
+    plan: WallPlan = json.loads(sys.argv[2])
     descendants.die_with(plan["parent"])
     if not landlock.version():
         raise OSError("the kernel has no Landlock")
@@ -51,7 +51,7 @@ def main() -> None:
     _end_like(inside)
 
 
-def _become(plan: Plan, idmap: int, own: int) -> None:
+def _become(plan: WallPlan, idmap: int, own: int) -> None:
     kernel.control(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     for path in plan["joins"]:
         Path(path).write_text("0", encoding="ascii")

@@ -29,7 +29,7 @@ Entry = tuple[How, str]
 """How (a value of ``How``) and the path, which is the same outside and inside."""
 
 
-class Plan(TypedDict):
+class WallPlan(TypedDict):
     """Everything that is decided about a wall."""
 
     parent: int

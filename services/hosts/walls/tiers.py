@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.hosts.walls.plan import Shown, entries
-from services.hosts.walls.terms import Plan
+from services.hosts.walls.terms import WallPlan
 
 _ROOT = Path(__file__).resolve().parents[3]
 # Isolated: no variable and no folder of an environment decides what is imported before the wall stands.
@@ -100,7 +100,7 @@ class NamespaceWall:
         return _why_no_namespaces()
 
     def around(self, program: Program, shown: Shown, bounds: Bounds, joins: Sequence[str] = ()) -> Program:
-        plan: Plan = {
+        plan: WallPlan = {
             "parent": os.getpid(),
             "entries": entries(shown),
             "staging": "/tmp",  # noqa: S108 - it is covered inside only

@@ -51,7 +51,7 @@ def learner_diverged(message: str) -> JobFailure:
 
 
 @dataclass(frozen=True)
-class Held:
+class LabelledWeights:
     """Identifies a learner's weights as published."""
 
     version: int
@@ -117,7 +117,7 @@ class ParityGate:
         sources = {(one.engine_id, one.version) for trajectory in group for one in trajectory.segments}
         return "dropped_mismatch" if sources & self._distrusted else None
 
-    async def check(self, learner: ScoringLearner, groups: Sequence[Group], held: Held) -> None:
+    async def check(self, learner: ScoringLearner, groups: Sequence[Group], held: LabelledWeights) -> None:
         """Raises JobFailure before any training on tokens with wrong log-probs."""
         branches = [branch for group in groups for trajectory in group for branch in trajectory.branches]
         for url, of_engine in _fresh_by_engine(branches, held.version).items():
@@ -128,7 +128,7 @@ class ParityGate:
             self._probes = [_probe(branch) for branch in acted[:NUM_PROBES]]
             await self.remember(learner, held)
 
-    async def remember(self, learner: ScoringLearner, held: Held) -> None:
+    async def remember(self, learner: ScoringLearner, held: LabelledWeights) -> None:
         """Record the log-probs engines must report under the version the learner holds now."""
         if self._probes:
             self._expected = await asyncio.to_thread(learner.logprobs, self._probes, sampled_only=True)
@@ -146,7 +146,7 @@ class ParityGate:
         return engine.label == self._label != "" and self._judged.get(engine.url) != self._label
 
     async def _compare(
-        self, learner: ScoringLearner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: Held
+        self, learner: ScoringLearner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: LabelledWeights
     ) -> None:
         sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
         ours = await asyncio.to_thread(learner.logprobs, sequences, sampled_only=True)

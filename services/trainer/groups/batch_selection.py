@@ -16,7 +16,7 @@ from gspo_core.learner import computing
 from gspo_core.log.batches import BatchExtra
 from gspo_core.types import Group, Split
 from services.state.queue_records import DropReason, GroupEnd
-from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
+from services.trainer.fleet.parity import LabelledWeights, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.run_context import RunContext
 from services.trainer.groups.selection import EmptyGroup, Selection, no_tokens, nothing_to_train, refusal
@@ -65,7 +65,7 @@ class BatchSelection:
         """Return selection-bias metrics since the last call, with the drop counts of the last batch."""
         return self._selection_bias.take_metrics() | self._num_dropped
 
-    async def batch(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
+    async def batch(self, learner: ScoringLearner, held: LabelledWeights) -> list[Group] | None:
         """Return the next groups to train, logged and committed, or None if something else comes first."""
         while (chosen := await self._choose(learner, held)) is not None:
             members = {group.group: [one.key.member for one in group] for group in chosen}
@@ -101,7 +101,7 @@ class BatchSelection:
         self._num_too_old = 0
         return chosen
 
-    async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
+    async def _choose(self, learner: ScoringLearner, held: LabelledWeights) -> list[Group] | None:
         spec, intake, lineage, services = self._tuning.spec, self._intake, self._lineage, self._context.services
         selection = Selection(spec, intake, services.status, services.clock, self._admission.dispatched_steps)
         self._progress.begin()

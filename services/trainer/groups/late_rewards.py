@@ -18,7 +18,7 @@ from services.state.store import Claim
 LOOK_S = 1.0
 
 
-class LateRewards:
+class LateRewardWatch:
     """``waiting`` is as of the last look; ``run`` looks again and again, for as long as the job may have any."""
 
     def __init__(

@@ -20,9 +20,9 @@ from services.files.weights import WeightStore
 from services.state.queue import Bus
 from services.state.store import Claim, Store
 from services.trainer.fleet.engines import EnginePool
-from services.trainer.fleet.parity import Held
+from services.trainer.fleet.parity import LabelledWeights
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.late_rewards import LateRewards
+from services.trainer.groups.late_rewards import LateRewardWatch
 from services.trainer.groups.staleness import StalenessTable
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.failure import AlertKind
@@ -56,7 +56,7 @@ class Services:
 class RunContext:
     newest: WeightsManifest
     """The newest published weights."""
-    held: Held
+    held: LabelledWeights
     """Version and label under which the learner's weights are, or will be, published."""
 
     def __init__(self, claim: Claim, spec: JobSpec, services: Services) -> None:
@@ -67,7 +67,7 @@ class RunContext:
         self.lineage = Lineage()
         self.ages = StalenessTable(claim.epoch, self.lineage)
         self.disk = DiskWaits(self.alert)
-        self.late = LateRewards(services.bus, claim, lambda: self.spec, services.now)
+        self.late = LateRewardWatch(services.bus, claim, lambda: self.spec, services.now)
 
     @property
     def job(self) -> str:

@@ -34,7 +34,7 @@ from services.trainer.ranks.calls import (
     from_wire,
 )
 from services.trainer.ranks.followers import AFTER_FAILURE_S, PATIENCE_S
-from services.trainer.ranks.lines import Place, RankLine, RankProblem
+from services.trainer.ranks.lines import RankLine, RankPlace, RankProblem
 
 
 class FirstRankLost(Exception):
@@ -42,7 +42,7 @@ class FirstRankLost(Exception):
 
 
 class Follower:
-    def __init__(self, lines: Mapping[str, RankLine], place: Place) -> None:
+    def __init__(self, lines: Mapping[str, RankLine], place: RankPlace) -> None:
         self._lines = lines
         self._place = place
         self._learner: Learner | None = None

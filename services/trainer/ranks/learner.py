@@ -35,7 +35,7 @@ from services.trainer.ranks.calls import (
     to_wire,
 )
 from services.trainer.ranks.followers import Followers
-from services.trainer.ranks.lines import Place
+from services.trainer.ranks.lines import RankPlace
 
 
 class Written(Protocol):
@@ -80,7 +80,7 @@ class RankedLearner:
     def __init__(
         self,
         followers: Followers,
-        place: Place,
+        place: RankPlace,
         model_dir: Path,
         config: LearnerConfig,
         objective: ObjectiveConfig,

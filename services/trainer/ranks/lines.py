@@ -32,7 +32,7 @@ _MAX_MESSAGE = 2000
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process's place among those torchrun started."""
 
     rank: int
@@ -150,7 +150,7 @@ def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
         time.sleep(_LOOK_S)
 
 
-def meet(place: Place, names: Iterable[str]) -> dict[str, RankLine]:
+def meet(place: RankPlace, names: Iterable[str]) -> dict[str, RankLine]:
     """Set up the learner's default group and one line per name. Returns when all ranks have joined."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:

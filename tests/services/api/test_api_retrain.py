@@ -21,7 +21,7 @@ from services.files.job_dir import JobDir
 from services.state.functions import Functions
 from services.state.jobs import JobStatus
 from services.state.store import Store
-from services.state.talks import Keep, Talks
+from services.state.talks import Talks, TrafficRetention
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, MadePast, make_past, spec_of
 from tests.core.segments import episode as segments_of
@@ -175,7 +175,7 @@ async def test_a_fork_may_be_fed_with_other_rewards(
 
 async def record_trace(store: Store, job: str, key: str, trace: int, payloads: list[bytes]) -> None:
     talks = Talks(Functions(store._functions.redis))
-    await talks.record(job, key, trace, "ann", payloads, tokens=1, s=0.0, keep=Keep(1 << 20, 1e6))
+    await talks.record(job, key, trace, "ann", payloads, tokens=1, s=0.0, keep=TrafficRetention(1 << 20, 1e6))
 
 
 async def test_conversations_of_keys_are_trained_in_the_groups_that_are_given(

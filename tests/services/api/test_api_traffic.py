@@ -18,10 +18,10 @@ from services.state.functions import Functions
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.talks import Keep, Presented, Talks
+from services.state.talks import Presented, Talks, TrafficRetention
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
-KEEP = Keep(1 << 20, 30.0)
+KEEP = TrafficRetention(1 << 20, 30.0)
 
 
 @pytest.fixture

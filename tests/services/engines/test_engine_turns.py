@@ -8,13 +8,13 @@ import torch
 
 from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
-from services.engine.scheduler import Request, Scheduler
+from services.engine.scheduler import GenerateRequest, Scheduler
 from tests.services.engines.engine_kit import Models
 
 
-def request(rid: str, num_tokens: int) -> Request:
+def request(rid: str, num_tokens: int) -> GenerateRequest:
     done = asyncio.get_running_loop().create_future()
-    return Request(rid, [1, 2, 3], num_tokens, 1.0, frozenset(), 0, None, done)
+    return GenerateRequest(rid, [1, 2, 3], num_tokens, 1.0, frozenset(), 0, None, done)
 
 
 async def test_a_short_request_is_answered_while_a_long_one_runs(models: Models) -> None:

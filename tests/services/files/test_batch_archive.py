@@ -13,13 +13,13 @@ from gspo_core.log.batches import DamagedBatch, UnknownBatchSchema
 from gspo_core.position import Position
 from gspo_core.replay.past import Past
 from services.files import batch_archive
-from services.files.batch_archive import History, archived
+from services.files.batch_archive import LogHistory, archived
 from services.files.batch_log import BatchLog, batch_files, read_batch
 from services.files.erasing import erase, erase_old, of_member
 from services.files.job_dir import JobDir, positions_in
 from tests.core.logged import groups
 
-ONE_EPOCH = History(1, {1: Position(0, 0)})
+ONE_EPOCH = LogHistory(1, {1: Position(0, 0)})
 MUCH = 1 << 30
 
 
@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> JobDir:
     return job
 
 
-def put(job: JobDir, *steps: int, history: History = ONE_EPOCH, most_bytes: int = MUCH) -> None:
+def put(job: JobDir, *steps: int, history: LogHistory = ONE_EPOCH, most_bytes: int = MUCH) -> None:
     log = BatchLog(job)
     log.remove(archived(job, {Position(history.epoch, step) for step in steps}, history, most_bytes))
 
@@ -78,12 +78,12 @@ def test_once_a_log_does_not_fit_none_follows(job: JobDir) -> None:
 
 
 def test_a_fork_begins_with_its_own_first_step(job: JobDir) -> None:
-    put(job, 1, 2, 3, 4, history=History(1, {}, begun_after=2))
+    put(job, 1, 2, 3, 4, history=LogHistory(1, {}, begun_after=2))
     assert [at.step for at in positions_in(job.archive)] == [3, 4]
 
 
 def test_void_logs_are_removed_and_not_archived(job: JobDir) -> None:
-    history = History(2, {2: Position(1, 2)})
+    history = LogHistory(2, {2: Position(1, 2)})
     BatchLog(job).write(2, 3, groups(), {})
     log = BatchLog(job)
     log.remove(archived(job, set(log.written()), history, MUCH))

@@ -25,7 +25,7 @@ from services.files.bucket import Bucket, BucketRefused
 from services.files.continuous_snapshots import ContinuousSnapshots, OtherFollower, OtherInstallation, Round
 from services.files.data_dir import DataDir
 from services.files.durable import temporary_name
-from services.files.snapshots import GivenUp, Snapshot, Tally, names, newest, restore
+from services.files.snapshots import GivenUp, InstallationSnapshot, Tally, names, newest, restore
 from services.launch import snapshot as command
 from tests.patience import HANG_S
 
@@ -229,7 +229,7 @@ class Scripted(ContinuousSnapshots):
         self.num_rounds += 1
         if self._rounds:
             self._rounds.pop(0)()
-        return Round(Snapshot("s", "", "", {}, {}), Tally(), 0.0)
+        return Round(InstallationSnapshot("s", "", "", {}, {}), Tally(), 0.0)
 
 
 def refuse() -> None:

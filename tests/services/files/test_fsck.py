@@ -16,7 +16,7 @@ from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, JobsDir
 from services.files.weights import WeightStore
 from services.launch import fsck as command
-from services.state.installation import Installation
+from services.state.installation import InstallationGuard
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
@@ -121,7 +121,7 @@ async def test_redis_is_asked_whose_it_is_and_what_it_knows(
     redis_server: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await Installation(redis_client, DataDir(data)).check()
+    await InstallationGuard(redis_client, DataDir(data)).check()
     monkeypatch.setenv("GSPO_REDIS_URL", redis_server.url)
 
     async def examined(status: int) -> str:

@@ -18,7 +18,7 @@ from gspo_core.messages import Message
 from gspo_core.types import Split
 from services.gateway.attempt import AgentDriver
 from services.gateway.dialects.turns import Answer, Refusal
-from services.gateway.door import Door
+from services.gateway.door import EpisodeRouter
 from services.gateway.judge_keys import JudgeKeys
 from services.gateway.judging import Judges
 from services.gateway.keys import Keys
@@ -26,8 +26,8 @@ from services.gateway.outbound_http import OutboundHttp
 from services.gateway.pulled import LoanBoard
 from services.state.functions import Functions
 from services.state.loans import Loans
-from services.state.queue import EpisodeLease
-from services.workers.setting import EpisodeSetting, Order
+from services.state.queue import LeasedEpisode
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 from tests.services.gateway.gateway_kit import read, request
 from tests.services.rollout.rollout_kit import Table, make_setting, spec
 
@@ -78,11 +78,11 @@ Behavior = Callable[[Client], Awaitable[float | None]]
 class Doors:
     """The address of the gateways: behind it is whichever lives."""
 
-    now: Door
+    now: EpisodeRouter
 
 
-def door() -> Door:
-    return Door(Keys(SECRET), now=lambda: 1_700_000_000.0, patience_s=0.05)
+def door() -> EpisodeRouter:
+    return EpisodeRouter(Keys(SECRET), now=lambda: 1_700_000_000.0, patience_s=0.05)
 
 
 @dataclass
@@ -180,7 +180,7 @@ def no_judges() -> Judges:
 
 
 def agent_setting(
-    table: Table, codec: HermesCodec, policy: Any, entrance: Door, judges: Judges | None = None, **changes: Any
+    table: Table, codec: HermesCodec, policy: Any, entrance: EpisodeRouter, judges: Judges | None = None, **changes: Any
 ) -> EpisodeSetting:
     board = LoanBoard(Loans(Functions(table.redis)), look_s=0.01)
     given = judges or no_judges()
@@ -188,8 +188,8 @@ def agent_setting(
     return replace(make_setting(table, codec, policy), driver=driver, **changes)
 
 
-def agent_order(lease: EpisodeLease, world: AgentWorld, **changes: Any) -> Order:
+def agent_order(lease: LeasedEpisode, world: AgentWorld, **changes: Any) -> EpisodeSpec:
     agent = {"url": "http://agent.example/run"} if world.services is not None else {}
     environments = [{"ref": "tests:agent", "agent": agent | changes.pop("agent", {})}]
     given = spec(environments=environments, **changes)
-    return Order.from_spec(given, cast(Environment, world), lease, model_context_tokens=4096)
+    return EpisodeSpec.from_spec(given, cast(Environment, world), lease, model_context_tokens=4096)

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
 from services.gateway.app import build_app
-from services.gateway.dialects.turns import Answer, Ask, Finish, Piece, Refusal, RefusalKind, Usage, VersionSpan
+from services.gateway.dialects.turns import Answer, Finish, Piece, Refusal, RefusalKind, TurnRequest, Usage, VersionSpan
 from services.gateway.streams import Pace
 from services.process.http_server import serve_http
 from services.process.ports import free_port
@@ -102,14 +102,14 @@ class FakeTurns:
 
     script: list[Scripted | Refusal] = field(default_factory=list)
     names: tuple[str, ...] = (MODEL, "base")
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[TurnRequest] = field(default_factory=list)
     answerings: list[FakeAnswering] = field(default_factory=list)
     rewards: list[tuple[float, str, str]] = field(default_factory=list)
     says_unsupported: bool = False
     num_finished: int = 0
     num_counted: int = 0
 
-    async def ask(self, key: str, ask: Ask) -> FakeAnswering:
+    async def ask(self, key: str, ask: TurnRequest) -> FakeAnswering:
         self._admit(key)
         if ask.unsupported and not self.says_unsupported:
             raise ask.unsupported[0]
@@ -120,7 +120,7 @@ class FakeTurns:
         self.answerings.append(FakeAnswering(len(self.answerings), scripted))
         return self.answerings[-1]
 
-    async def count_tokens(self, key: str, ask: Ask) -> int:
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         self._admit(key)
         self.num_counted += 1
         return len(ask.messages) * 10 + len(ask.tools)

@@ -21,14 +21,14 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.gateway.dialects.turns import Answer, Ask
+from services.gateway.dialects.turns import Answer, TurnRequest
 from services.gateway.episode import AgentEpisode
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.tape import Tape
-from services.state.queue import Append, EpisodeLease, Fenced, Gap, Kept, Snapshot
+from services.state.queue import Append, Fenced, Gap, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Backoff, Retrier
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import JOB, Speech, answer_of, make_order, world
 
@@ -57,11 +57,11 @@ def result(answer: Answer, text: str, place: int = 0) -> Message:
     return {"role": "tool", "tool_call_id": answer.call_ids[place], "content": text}
 
 
-def request(*messages: Message, **fields: Any) -> Ask:
+def request(*messages: Message, **fields: Any) -> TurnRequest:
     """With the digest that a dialect would give it."""
     parts = {name: fields.get(name) for name in ("tools", "choice", "max_tokens", "stop")}
     said = repr((messages, parts))
-    return Ask(tuple(messages), digest=said, num_bytes=len(said), **fields)
+    return TurnRequest(tuple(messages), digest=said, num_bytes=len(said), **fields)
 
 
 @dataclass
@@ -227,8 +227,8 @@ def quick_setting(
     return EpisodeSetting(**(given | changes))
 
 
-def quick_order(**changes: Any) -> Order:
-    lease = changes.pop("lease", EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, reads=NEWEST_SCHEMA))
+def quick_order(**changes: Any) -> EpisodeSpec:
+    lease = changes.pop("lease", LeasedEpisode(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, reads=NEWEST_SCHEMA))
     limits = {"max_turns": 1000, "max_tool_calls": 1000, "max_episode_tokens": 100_000, "max_context_tokens": 4096}
     limits |= changes.pop("limits", {})
     context_tokens = changes.pop("context_tokens", None)

@@ -21,7 +21,7 @@ from services.gateway.dialects.sent import MAX_PASSED_OVER
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.history import MAX_REPEAT_KEYS
 from services.gateway.lengths import LONG_BYTES
-from services.gateway.plan import Plan
+from services.gateway.plan import TurnPlanner
 from services.gateway.snapshots import TreeSnapshot
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, request, said, take, user
 from tests.services.gateway.test_gateway_episode import bench, refused
@@ -121,13 +121,13 @@ async def test_a_long_request_and_its_retry_are_one_turn(codec: HermesCodec, mon
     ask = request(user("x " * LONG_BYTES))
     is_encoding, may_go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Plan, asked: Any) -> None:
+    async def slow(self: TurnPlanner, asked: Any) -> None:
         """The first one alone: whoever came later would overtake it."""
         if not is_encoding.is_set():
             is_encoding.set()
             await may_go_on.wait()
 
-    monkeypatch.setattr(Plan, "encoded", slow)
+    monkeypatch.setattr(TurnPlanner, "encoded", slow)
     first = asyncio.create_task(one.episode.ask(ask))
     await is_encoding.wait()
     second = asyncio.create_task(one.episode.ask(replace(ask, is_retry=True)))

@@ -16,7 +16,7 @@ from gspo_core.replay.rescoring import recorded
 from gspo_core.types import EpisodeKey, Group, Split, StopReason, Trajectory
 from services.gateway.judging import Judges
 from services.workers.episode import Episode
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_setting, door
 from tests.services.gateway.gateway_kit import BabblingPolicy, user
 from tests.services.gateway.judge_kit import judge_server, judges, verdict
@@ -57,7 +57,7 @@ async def test_it_names_its_environment(
         judge = {"url": server.url, "model": "m", "prompt": "{{answer}}"}
         url = {"url": "http://agent.example/run"} if world.services is not None else {}
         environments = [{"ref": f"tests:agent{one}", "agent": {"judge": judge} | url} for one in range(2)]
-        order = Order.from_spec(
+        order = EpisodeSpec.from_spec(
             spec(environments=environments),
             cast(Environment, world),
             replace(lease, environment=number),

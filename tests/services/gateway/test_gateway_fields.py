@@ -12,7 +12,7 @@ import pytest
 from gspo_core.json_value import JSON
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
-from services.gateway.dialects.dialect import HISTORIES, Question
+from services.gateway.dialects.dialect import HISTORIES, ParsedRequest
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
 from services.gateway.dialects.turns import Refusal, RefusalKind
@@ -338,7 +338,7 @@ async def test_names_of_speakers_are_ignored_but_not_in_silence():
 NONCE = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={};"
 
 
-def asked(dialect: str, changes: Wire) -> Question:
+def asked(dialect: str, changes: Wire) -> ParsedRequest:
     speaker = SPEAKERS[dialect]
     body = speaker.body([{"role": "user", "content": "x"}]) | changes
     question = DIALECTS[speaker.path].read(body, {})

@@ -15,7 +15,7 @@ from services.gateway.dialects.gemini import Gemini
 from services.gateway.dialects.gemini_paths import path_of
 from services.gateway.dialects.gemini_schema import as_json_schema
 from services.gateway.dialects.spelling import in_camel_case
-from services.gateway.dialects.turns import Answer, Ask, Piece, Refusal, RefusalKind, Usage
+from services.gateway.dialects.turns import Answer, Piece, Refusal, RefusalKind, TurnRequest, Usage
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire
 
@@ -25,7 +25,7 @@ STREAM = "/v1beta/models/policy:streamGenerateContent"
 HI: Wire = {"contents": [{"parts": [{"text": "x"}]}]}
 
 
-def asked(*contents: Wire, **more: Any) -> Ask:
+def asked(*contents: Wire, **more: Any) -> TurnRequest:
     question = Gemini().read({"model": "policy", "contents": [*contents], **more}, {})
     assert question.unsupported == ()
     return question.ask
@@ -52,7 +52,7 @@ def result(name: str, words: Any, call_id: str | None = None) -> Wire:
     return {"functionResponse": made}
 
 
-def answered(ask: Ask) -> list[int]:
+def answered(ask: TurnRequest) -> list[int]:
     """For each result, which call of the message before it it answers."""
     found: list[int] = []
     ids: list[str] = []

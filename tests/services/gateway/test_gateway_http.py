@@ -14,7 +14,7 @@ from starlette.types import Message, Send
 
 from services.gateway.app import build_app
 from services.gateway.bodies import MAX_BODY_BYTES
-from services.gateway.dialects.turns import Ask, Refusal, RefusalKind
+from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace
 from tests.patience import HANG_S
@@ -559,7 +559,7 @@ async def test_a_request_that_waits_when_the_server_ends_is_told_to_ask_again(st
     class Waiting(FakeTurns):
         asked = asyncio.Event()
 
-        async def ask(self, key: str, ask: Ask) -> Any:
+        async def ask(self, key: str, ask: TurnRequest) -> Any:
             self.asked.set()
             await asyncio.Event().wait()
 

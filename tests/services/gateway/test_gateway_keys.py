@@ -13,10 +13,10 @@ from gspo_core.chat import HermesCodec
 from gspo_core.types import EpisodeKey, Split
 from services.gateway.__main__ import renew
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.door import Door
-from services.gateway.keys import KEPT_S, MAX_SECRETS, Attempt, Keys, Named, UnknownKey
+from services.gateway.door import EpisodeRouter
+from services.gateway.keys import KEPT_S, MAX_SECRETS, AttemptId, Keys, Named, UnknownKey
 from services.state.functions import Functions
-from services.state.queue_records import EpisodeLease
+from services.state.queue_records import LeasedEpisode
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from tests.patience import HANG_S
 from tests.services.gateway.gateway_kit import Bench, request, take, user
@@ -27,15 +27,15 @@ SECRET = bytes(range(32))
 
 
 def test_a_key_names_what_it_was_made_for() -> None:
-    made = Keys(SECRET).make(KEY, Attempt(5, 2), 1000.7)
+    made = Keys(SECRET).make(KEY, AttemptId(5, 2), 1000.7)
     assert made.startswith("ep_")
-    assert Keys(SECRET).read(made) == Named(KEY, Attempt(5, 2), 1000 + KEPT_S)
+    assert Keys(SECRET).read(made) == Named(KEY, AttemptId(5, 2), 1000 + KEPT_S)
 
 
 def test_no_other_text_is_a_key() -> None:
     keys, rng = Keys(SECRET), random.Random(0)
-    made = keys.make(KEY, Attempt(5, 2), 1000)
-    forged = Keys(SECRET[::-1]).make(KEY, Attempt(5, 2), 1000)
+    made = keys.make(KEY, AttemptId(5, 2), 1000)
+    forged = Keys(SECRET[::-1]).make(KEY, AttemptId(5, 2), 1000)
     wrong = ["", "ep_", made[3:], made + "A", made[:-1], forged, "ep_\u00e4", "ep_" + "A" * 600]
     for _ in range(200):
         place = rng.randrange(3, len(made) - 1)
@@ -61,10 +61,10 @@ async def test_all_processes_of_an_installation_have_one_secret(redis_client: Re
 
 def test_keys_of_a_secret_that_was_lost_are_still_known_here() -> None:
     keys, another = Keys(SECRET), SECRET[::-1]
-    old = keys.make(KEY, Attempt(5, 2), 1000)
+    old = keys.make(KEY, AttemptId(5, 2), 1000)
     keys.renew(another)
     assert keys.secret == another
-    assert keys.read(old) == Keys(another).read(keys.make(KEY, Attempt(5, 2), 1000))
+    assert keys.read(old) == Keys(another).read(keys.make(KEY, AttemptId(5, 2), 1000))
     with pytest.raises(UnknownKey):
         Keys(another).read(old)
     for number in range(MAX_SECRETS):
@@ -78,7 +78,7 @@ async def test_a_gateway_that_outlives_a_wipe_brings_its_secret_back(redis_clien
     functions = Functions(redis_client)
     await functions.load()
     first = Keys(await shared_secret(redis_client, AGENT_KEYS))
-    made = first.make(KEY, Attempt(5, 2), 1000)
+    made = first.make(KEY, AttemptId(5, 2), 1000)
     await redis_client.flushall()
     await functions.load()
     await renew(first, redis_client)
@@ -90,18 +90,18 @@ async def test_a_gateway_that_comes_back_late_takes_the_new_secret_and_knows_the
     functions = Functions(redis_client)
     await functions.load()
     survivor = Keys(await shared_secret(redis_client, AGENT_KEYS))
-    old = survivor.make(KEY, Attempt(5, 2), 1000)
+    old = survivor.make(KEY, AttemptId(5, 2), 1000)
     await redis_client.flushall()
     await functions.load()
     newcomer = Keys(await shared_secret(redis_client, AGENT_KEYS))
     await renew(survivor, redis_client)
     assert survivor.secret == newcomer.secret
-    assert newcomer.read(survivor.make(KEY, Attempt(6, 0), 1000)).attempt == Attempt(6, 0)
-    assert survivor.read(old).attempt == Attempt(5, 2)
+    assert newcomer.read(survivor.make(KEY, AttemptId(6, 0), 1000)).attempt == AttemptId(6, 0)
+    assert survivor.read(old).attempt == AttemptId(5, 2)
 
 
-def door(patience_s: float = 30.0) -> Door:
-    return Door(Keys(SECRET), now=lambda: 1000.0, patience_s=patience_s)
+def door(patience_s: float = 30.0) -> EpisodeRouter:
+    return EpisodeRouter(Keys(SECRET), now=lambda: 1000.0, patience_s=patience_s)
 
 
 async def refused(asking: object) -> RefusalKind:
@@ -112,7 +112,7 @@ async def refused(asking: object) -> RefusalKind:
 
 async def test_a_request_waits_until_its_episode_is_here(codec: HermesCodec) -> None:
     one, entrance = Bench(codec), door()
-    key = Keys(SECRET).make(one.order.key, Attempt(0, 0), 1000)
+    key = Keys(SECRET).make(one.order.key, AttemptId(0, 0), 1000)
     asking = asyncio.create_task(entrance.ask(key, request(user("hi"))))
     await asyncio.sleep(0)
     with entrance.open(one.episode) as given:
@@ -133,29 +133,29 @@ async def test_what_is_no_key_or_not_here_or_over_is_refused_in_its_own_way(code
     keys = Keys(SECRET)
     key = one.order.key
     assert await refused(entrance.model_names("sk-something")) is RefusalKind.UNKNOWN_KEY
-    assert await refused(entrance.finish(keys.make(key, Attempt(0, 0), 1000 - KEPT_S - 1))) is RefusalKind.ENDED
-    assert await refused(entrance.finish(keys.make(key, Attempt(0, 0), 1000))) is RefusalKind.AWAY
+    assert await refused(entrance.finish(keys.make(key, AttemptId(0, 0), 1000 - KEPT_S - 1))) is RefusalKind.ENDED
+    assert await refused(entrance.finish(keys.make(key, AttemptId(0, 0), 1000))) is RefusalKind.AWAY
     one.tape.attempt = 3
     with entrance.open(one.episode):
-        assert await refused(entrance.finish(keys.make(key, Attempt(0, 2), 1000))) is RefusalKind.ENDED
-        assert await refused(entrance.finish(keys.make(key, Attempt(0, 4), 1000))) is RefusalKind.AWAY
+        assert await refused(entrance.finish(keys.make(key, AttemptId(0, 2), 1000))) is RefusalKind.ENDED
+        assert await refused(entrance.finish(keys.make(key, AttemptId(0, 4), 1000))) is RefusalKind.AWAY
     assert (
-        await refused(entrance.finish(keys.make(key, Attempt(0, 3), 1000))) is RefusalKind.AWAY
+        await refused(entrance.finish(keys.make(key, AttemptId(0, 3), 1000))) is RefusalKind.AWAY
     )  # it goes on elsewhere
 
 
 async def test_the_same_attempt_of_a_queue_that_was_lost_is_over(codec: HermesCodec) -> None:
-    lease = EpisodeLease(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, epoch=4)
+    lease = LeasedEpisode(EpisodeKey(JOB, 0, 0), 0, 0, Split.TRAIN, 0, 0, 1, epoch=4)
     one, entrance, keys = Bench(codec, lease=lease), door(patience_s=0.0), Keys(SECRET)
     with entrance.open(one.episode) as given:
-        assert keys.read(given).attempt == Attempt(4, 0)
-        for lost in (Attempt(3, 0), Attempt(3, 7)):
+        assert keys.read(given).attempt == AttemptId(4, 0)
+        for lost in (AttemptId(3, 0), AttemptId(3, 7)):
             key = keys.make(one.order.key, lost, 1000)
             assert await refused(entrance.ask(key, request(user("hi")))) is RefusalKind.ENDED
             assert await refused(entrance.reward(key, 1.0)) is RefusalKind.ENDED
             assert entrance.absent(key) is None
         await take(await entrance.ask(given, request(user("hi"))))
-    assert await refused(entrance.finish(keys.make(one.order.key, Attempt(5, 0), 1000))) is RefusalKind.AWAY
+    assert await refused(entrance.finish(keys.make(one.order.key, AttemptId(5, 0), 1000))) is RefusalKind.AWAY
 
 
 async def test_a_request_that_cannot_be_stored_is_held_and_its_retry_joins_it(codec: HermesCodec) -> None:
@@ -195,9 +195,9 @@ async def test_a_reward_that_takes_long_to_be_stored_is_not_sent_away_and_counts
 
 async def test_who_waits_for_an_episode_is_sent_on_when_the_gateway_leaves() -> None:
     leaving = asyncio.Event()
-    entrance = Door(Keys(SECRET), now=lambda: 1000.0, leaving=leaving)
+    entrance = EpisodeRouter(Keys(SECRET), now=lambda: 1000.0, leaving=leaving)
     asking = asyncio.create_task(
-        refused(entrance.finish(Keys(SECRET).make(EpisodeKey("job-1", 0, 0), Attempt(0, 0), 1000)))
+        refused(entrance.finish(Keys(SECRET).make(EpisodeKey("job-1", 0, 0), AttemptId(0, 0), 1000)))
     )
     await asyncio.sleep(0)
     assert not asking.done()

@@ -17,7 +17,7 @@ from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.counters import Counters
 from services.gateway import late
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.door import Door
+from services.gateway.door import EpisodeRouter
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
 from services.gateway.paying import ANYBODY, Payer
@@ -49,9 +49,9 @@ class Hours:
         return self.now
 
 
-def gateway(bus: Bus, now: Hours, patience_s: float = PATIENT_S) -> Door:
+def gateway(bus: Bus, now: Hours, patience_s: float = PATIENT_S) -> EpisodeRouter:
     """A new one, which knows nothing of what came before."""
-    door, counters = Door(Keys(SECRET), now=now, patience_s=patience_s), Counters()
+    door, counters = EpisodeRouter(Keys(SECRET), now=now, patience_s=patience_s), Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     door.late = LateRewards(bus, retrier, counters, now)
     return door

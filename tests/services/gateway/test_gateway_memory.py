@@ -16,7 +16,7 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message, ToolSchema
 from services.episodes.policy import Sampled
-from services.gateway.dialects.turns import Ask, Refusal
+from services.gateway.dialects.turns import Refusal, TurnRequest
 from services.gateway.lengths import LONG_BYTES
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, read, request, said, take, user
 from tests.services.rollout.rollout_kit import answer_of, until
@@ -126,7 +126,7 @@ async def test_two_hundred_turns_with_sixty_tools_leave_little_behind(codec: Her
     async def turn() -> None:
         tools = tuple(tools_of_a_coding_agent())
         digest = hashlib.sha256(json.dumps([messages, tools]).encode()).hexdigest()
-        ask = Ask(tuple(json.loads(json.dumps(messages))), tools, digest=digest)
+        ask = TurnRequest(tuple(json.loads(json.dumps(messages))), tools, digest=digest)
         answer = await take(await bench.episode.ask(ask))
         messages.extend([said(answer), user("go on")])
 

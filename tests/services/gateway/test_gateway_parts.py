@@ -11,7 +11,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import StopReason
 from services.gateway.history import TurnEntry
-from services.gateway.snapshots import Reward, TreeSnapshot
+from services.gateway.snapshots import StoredReward, TreeSnapshot
 from services.gateway.tree_parts import TreeParts
 from services.state.queue import Append, Kept, Snapshot
 from tests.services.gateway.gateway_kit import BabblingPolicy, Bench, HeldRecords, request, said, take, user
@@ -131,13 +131,13 @@ def test_a_part_that_was_not_stored_comes_again_and_one_that_was_does_not():
     assert parts.has_new
     lost = parts.next(entries, (), [], None, finished=False)
     assert parts.has_new
-    kept = parts.next(entries, (1,), [Reward("", None, 1.0)], StopReason.MAX_TURNS, finished=False)
+    kept = parts.next(entries, (1,), [StoredReward("", None, 1.0)], StopReason.MAX_TURNS, finished=False)
     assert numbers_in(lost.data) == [0]
     assert numbers_in(kept.data) == [0, 1]
     parts.stored(kept)
     parts.settle(entries)
     entries[1].delivered = True  # while it changes it is looked at each time
-    later = parts.next(entries, (1,), [Reward("", None, 1.0), Reward("", 0, 2.0)], None, finished=True)
+    later = parts.next(entries, (1,), [StoredReward("", None, 1.0), StoredReward("", 0, 2.0)], None, finished=True)
     assert numbers_in(later.data) == [1]
     tree = TreeSnapshot.together([kept.data, kept.data, later.data, later.data])
     assert tree is not None

@@ -24,7 +24,7 @@ from services.state.keys import job_key
 from services.state.loans import Lent, Loans, LoanState
 from services.state.refusals import Fenced, OutOfRange
 from services.workers.episode import Episode
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import AgentWorld, Client, Doors, agent_setting, door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, said, user
@@ -62,7 +62,7 @@ class Shop:
     async def _lease(self, **changes: Any) -> Episode:
         (lease,) = await self.table.lease()
         environments = [{"ref": "tests:agent", "agent": {"pull": True}}]
-        order = Order.from_spec(spec(environments=environments, **changes), self.world, lease, 4096)  # type: ignore[arg-type]
+        order = EpisodeSpec.from_spec(spec(environments=environments, **changes), self.world, lease, 4096)  # type: ignore[arg-type]
         return Episode(self.setting, order)
 
     async def taken_over(self) -> Episode:

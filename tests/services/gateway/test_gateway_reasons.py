@@ -11,7 +11,7 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
-from services.gateway.dialects.turns import Answer, Ask
+from services.gateway.dialects.turns import Answer, TurnRequest
 from services.gateway.history import Rewritten
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
 from tests.services.gateway.test_gateway_episode import ADD, bench
@@ -35,10 +35,10 @@ class Thread:
         return [INSTRUCTIONS, TASK, said(self.first), SECOND, said(self.second)]
 
 
-Asking = Callable[[Thread], Ask]
+Asking = Callable[[Thread], TurnRequest]
 
 
-def asks(*messages: Message, **fields: Any) -> Ask:
+def asks(*messages: Message, **fields: Any) -> TurnRequest:
     return request(*messages, **fields)
 
 
@@ -81,7 +81,7 @@ SITUATIONS: dict[str, tuple[str, Asking]] = {
 }
 
 
-def _of_claude_code(thread: Thread, nonce: str) -> Ask:
+def _of_claude_code(thread: Thread, nonce: str) -> TurnRequest:
     """As its package sends it: the first block of its instructions differs in each request."""
     bill = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={nonce};"
     blocks = [{"type": "text", "text": bill}, {"type": "text", "text": INSTRUCTIONS["content"]}]

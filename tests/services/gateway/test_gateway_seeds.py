@@ -20,21 +20,21 @@ from services.engines.kinds import open_engines
 from services.engines.protocol import Engine
 from services.episodes.counters import Counters
 from services.episodes.policy import Policy, Sampled
-from services.gateway.dialects.turns import Ask
+from services.gateway.dialects.turns import TurnRequest
 from services.gateway.episode import AgentEpisode
 from services.gateway.keys import Keys
 from services.gateway.meter import Meter
 from services.gateway.seeds import sampling_seed
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.tape import Tape
-from services.state.queue import EpisodeLease
+from services.state.queue import LeasedEpisode
 from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, Store
 from services.workers.engines import EngineTable, JobEngines
 from services.workers.timings import Timings
 from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import EngineProcess, Models, max_difference
-from tests.services.gateway.agent_kit import SECRET, Door
+from tests.services.gateway.agent_kit import SECRET, EpisodeRouter
 from tests.services.gateway.fake_turns import serving
 from tests.services.gateway.gateway_kit import HeldRecords, quick_order, quick_setting, user
 from tests.services.gateway.speakers import SPEAKERS, Speaker
@@ -86,7 +86,7 @@ class Place:
     policy: Policy
     codec: HermesCodec
     models: Models
-    door: Door = field(default_factory=lambda: Door(Keys(SECRET), now=lambda: NOW))
+    door: EpisodeRouter = field(default_factory=lambda: EpisodeRouter(Keys(SECRET), now=lambda: NOW))
     num_episodes: int = 0
 
     def label(self, version: int) -> str:
@@ -102,7 +102,7 @@ class Place:
         if records is None:
             self.num_episodes += 1
         key = EpisodeKey(self.job, self.num_episodes, 0)
-        lease = EpisodeLease(key, 0, 0, Split.TRAIN, 0, 0, 1)
+        lease = LeasedEpisode(key, 0, 0, Split.TRAIN, 0, 0, 1)
         order = quick_order(lease=lease, rollout={"group_size": 2, **rollout})
         return Conversation(self, order, records or HeldRecords(), policy or self.policy)
 
@@ -280,9 +280,9 @@ async def test_an_equal_request_with_the_same_seed_is_a_branch_with_the_same_tok
 def test_one_seed_is_another_number_in_another_turn_and_none_is_none() -> None:
     tape = Tape(EpisodeKey("job", 0, 0), 0, 1.0)
     turns = [tape.begin(0, [1, 2, 3]), tape.begin(1, [1, 2, 3]), tape.begin(2, [1, 2, 4]), tape.begin(3, [1, 2])]
-    first, equal, other, shorter = (sampling_seed(Ask((), seed=7), turn) for turn in turns)
+    first, equal, other, shorter = (sampling_seed(TurnRequest((), seed=7), turn) for turn in turns)
     assert first == equal
-    assert len({first, other, shorter, sampling_seed(Ask((), seed=8), turns[0])}) == 4
+    assert len({first, other, shorter, sampling_seed(TurnRequest((), seed=8), turns[0])}) == 4
     assert first is not None
     assert 0 <= first < 2**31
-    assert sampling_seed(Ask(()), turns[0]) is None
+    assert sampling_seed(TurnRequest(()), turns[0]) is None

@@ -24,7 +24,7 @@ from services.process.ports import free_port
 from services.state.functions import Functions
 from services.state.loans import Loans
 from services.state.store import Claim
-from services.state.talks import TalkKey, Talks
+from services.state.talks import TalkKeyRecord, Talks
 from tests.patience import HANG_S
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS, NUM_AGENTS = 6, 2, 12, 6
@@ -195,7 +195,7 @@ async def test_a_key_that_just_talks_is_answered_from_the_engines_of_a_job(tmp_p
         async with address.open():
             await serves(stage, start(stage, claim, address, address.ports[0]))
             talks = Talks(Functions(stage.bus._redis))
-            given = TalkKey("0123456789ab", "", "2026-01-01T00:00:00Z", None, 2, None, None)
+            given = TalkKeyRecord("0123456789ab", "", "2026-01-01T00:00:00Z", None, 2, None, None)
             key = await talks.make(claim.job_id, given)
             told = {"api_key": key, "base_url": f"{address.url}/v1"}
             agent = Agent(Loans(Functions(stage.bus._redis)), claim.job_id, 0)

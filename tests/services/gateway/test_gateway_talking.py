@@ -26,14 +26,14 @@ from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.retry import Backoff, Retrier
 from services.state.store import Store
-from services.state.talks import MOST_AT_ONCE, Keep, TalkKey, Talks
+from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import Speech, spec
 
 HI = user("hi")
 NOW = 1_700_000_000.0
-KEEP = Keep(1 << 20, 30.0)
+KEEP = TrafficRetention(1 << 20, 30.0)
 
 
 class FakeJobs:
@@ -66,7 +66,7 @@ class Place:
     async def key(self, **given: Any) -> str:
         shown: dict[str, Any] = {"label": "", "created_at": "2026-01-01T00:00:00Z", "expires_at": None}
         limits: dict[str, Any] = {"max_turns": None, "max_tokens": None, "max_seconds": None}
-        return await self.talks.make(self.job, TalkKey(**({"id": "0123456789ab"} | shown | limits | given)))
+        return await self.talks.make(self.job, TalkKeyRecord(**({"id": "0123456789ab"} | shown | limits | given)))
 
     async def say(self, key: str, *messages: Any, who: str = "", **fields: Any) -> Answer:
         return await take(await self.talking.ask(key, replace(request(*messages, **fields), user=who)))
@@ -204,7 +204,9 @@ async def test_what_is_kept_is_bounded_the_oldest_goes_first_and_users_are_erase
         len(one.payload) for one in left
     )
     bound = len(left[-1].payload) + 1
-    await place.talks.record(place.job, "0123456789ab", 7, "", [b"x"], tokens=0, s=0.0, keep=Keep(bound, 30.0))
+    await place.talks.record(
+        place.job, "0123456789ab", 7, "", [b"x"], tokens=0, s=0.0, keep=TrafficRetention(bound, 30.0)
+    )
     kept = await place.talks.traffic(place.job)
     assert kept[-1].payload == b"x"
     assert sum(len(one.payload) for one in kept) <= bound
@@ -223,7 +225,7 @@ async def test_old_traffic_goes_where_nobody_talks_any_more(place: Place) -> Non
     fields = {b"k": young.key.encode(), b"t": str(young.trace).encode(), b"u": b"", b"d": young.payload}
     await place.redis.xadd(traffic, fields, id=young.id)
     await place.redis.hset(job_key(place.job, "talk_used"), "bytes", len(young.payload) + 3 * (MOST_AT_ONCE + 2))
-    assert await forget(place.talks, Keep(1 << 20, 41.0)) == 0
+    assert await forget(place.talks, TrafficRetention(1 << 20, 41.0)) == 0
     assert await forget(place.talks, KEEP) == MOST_AT_ONCE + 2
     assert await place.talks.traffic(place.job) == [young]
     assert int(await place.redis.hget(job_key(place.job, "talk_used"), "bytes")) == len(young.payload)
@@ -235,14 +237,14 @@ async def test_traffic_that_cannot_be_read_holds_up_no_other_jobs(place: Place, 
     other = (await store.jobs.create(json.dumps({"model": "m"}))).id
     await place.redis.xadd(job_key(place.job, "traffic"), {b"k": b"0123456789ab"}, id=old)
     await place.redis.xadd(job_key(other, "traffic"), {b"k": b"a", b"t": b"7", b"u": b"", b"d": b"old"}, id=old)
-    assert await forget(place.talks, Keep(1 << 20, 1 / 86_400)) == 1
+    assert await forget(place.talks, TrafficRetention(1 << 20, 1 / 86_400)) == 1
     assert await place.talks.traffic(other) == []
 
 
 async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
-    async def fails(talks: Talks, keep: Keep) -> int:
+    async def fails(talks: Talks, keep: TrafficRetention) -> int:
         nonlocal tries
         tries += 1
         if tries == 3:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
 from services.gateway.app import DIALECTS
-from services.gateway.dialects.dialect import Heading, Question
+from services.gateway.dialects.dialect import Heading, ParsedRequest
 from services.gateway.dialects.turns import Answer, Usage
 from tests.services.gateway.speakers import events
 
@@ -39,7 +39,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 2), ARGUMENTS), min_size=1, max_size=3
 BOTH = pytest.mark.parametrize("dialect", PATHS)
 
 
-def asked(dialect: str, *more: JSON) -> Question:
+def asked(dialect: str, *more: JSON) -> ParsedRequest:
     said: list[JSON] = [{"role": "user", "content": "Go."}, *more]
     body: Any = {"model": "m", "tools": CHAT_TOOLS, "messages": said}
     if dialect == "responses":

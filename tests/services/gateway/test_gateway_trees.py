@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
-from services.gateway.dialects.turns import AUTO, Answer, Ask, Refusal, ToolChoice
+from services.gateway.dialects.turns import AUTO, Answer, Refusal, ToolChoice, TurnRequest
 from services.gateway.reading import read as read_turn
 from services.gateway.snapshots import TreeSnapshot
 from tests.services.gateway.gateway_kit import (
@@ -45,7 +45,7 @@ class Agent:
     codec: HermesCodec
     policy: BabblingPolicy
     records: HeldRecords = field(default_factory=HeldRecords)
-    heard: dict[str, tuple[Ask, Answer]] = field(default_factory=dict)
+    heard: dict[str, tuple[TurnRequest, Answer]] = field(default_factory=dict)
     conversations: list[list[Message]] = field(default_factory=lambda: [[user("begin")]])
     num_lives: int = 0
     sure: set[str] = field(default_factory=set)
@@ -76,7 +76,7 @@ class Agent:
             )
         await self.bench.episode.seal()
 
-    async def _until_heard(self, ask: Ask, *, is_lost: bool) -> None:
+    async def _until_heard(self, ask: TurnRequest, *, is_lost: bool) -> None:
         while True:
             bench = self.bench
             try:
@@ -109,7 +109,7 @@ class Agent:
             self.bench = self._born()
             await dead.episode.abandon()
 
-    def _ask(self, move: Move) -> Ask:
+    def _ask(self, move: Move) -> TurnRequest:
         name, which, _ = move
         messages = list(self.conversations[which % len(self.conversations)])
         if name == "edit":

@@ -10,7 +10,7 @@ from gspo_core.cli import main
 from gspo_core.cli.command import CommandError
 from services.launch import ports_option
 from services.launch.installation import Ports
-from services.launch.placement import Wanted, place
+from services.launch.placement import PlacementRequest, place
 from services.launch.topology import Site
 
 ON_GPUS = ("--nodes", "2", "--gpus-per-node", "4", "--gpus", "trainer:0/0-3", "engines:1/0-3")
@@ -90,11 +90,11 @@ def test_ports_that_cannot_be_had_are_refused(
     text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CommandError, match=told):
-        ports_option.read(text, place(Wanted(engines=3, trainers=2), Site.BATCH))
+        ports_option.read(text, place(PlacementRequest(engines=3, trainers=2), Site.BATCH))
     assert launched("ray", tmp_path, "--engines", "3", "--trainers", "2", "--ports", text) == 1
     assert told in capsys.readouterr().err
 
 
 def test_ports_may_stand_side_by_side() -> None:
-    ports = ports_option.read("1,2,3,4,7", place(Wanted(engines=3, trainers=2), Site.BATCH))
+    ports = ports_option.read("1,2,3,4,7", place(PlacementRequest(engines=3, trainers=2), Site.BATCH))
     assert ports == Ports(1, 2, 3, 4, 7)

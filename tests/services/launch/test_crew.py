@@ -17,7 +17,7 @@ from services.files.data_dir import DataDir
 from services.launch import supervisor
 from services.launch.crew import TRIES, Crew, CrewError
 from services.launch.installation import Installation, Ports
-from services.launch.placement import Member, Wanted, place
+from services.launch.placement import Member, PlacementRequest, place
 from services.launch.topology import Site
 from services.process.children import die_with_parent
 from tests.patience import HANG_S
@@ -95,7 +95,7 @@ def crew_of(
 ) -> tuple[Crew, Here, list[str]]:
     data_dir = DataDir(tmp_path)
     data_dir.logs.mkdir()
-    members = place(Wanted(engines=engines), Site.BATCH)
+    members = place(PlacementRequest(engines=engines), Site.BATCH)
     whole = Installation(members, ("127.0.0.1",), data_dir, "m", "python", "redis", ports or Ports(api=9, engine=9))
     here, said, clock = Here(data_dir, programs), [], Clock()
     return Crew(whole, here, said.append, clock=clock, pause=clock.pause), here, said

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.process import http_connections, http_server
-from services.process.http_connections import Crowd, Part, Waiting
+from services.process.http_connections import ConnectionPatience, Crowd, Part
 from services.process.listening import listen
 from services.process.ports import free_port
 from tests.patience import HANG_S
@@ -198,7 +198,7 @@ async def test_beyond_the_bound_a_request_is_told_to_come_again(served: Callable
 
 
 def test_bytes_that_come_earn_time_and_a_server_that_does_not_read_takes_none() -> None:
-    waiting = Waiting()
+    waiting = ConnectionPatience()
     waiting.expect(Part.BODY)
     for _ in range(100):
         waiting.came(http_connections.LEAST_BYTES_PER_S)
@@ -209,7 +209,7 @@ def test_bytes_that_come_earn_time_and_a_server_that_does_not_read_takes_none() 
 
 
 def test_an_answer_that_is_read_slowly_but_steadily_goes_on() -> None:
-    waiting, sent = Waiting(), 0
+    waiting, sent = ConnectionPatience(), 0
     for _ in range(100):
         sent += http_connections.LEAST_BYTES_PER_S
         assert not waiting.is_stuck(1.0, sent, 1000)

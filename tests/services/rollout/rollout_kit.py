@@ -30,9 +30,9 @@ from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.rollout.driver import EnvironmentDriver
 from services.state.keys import job_key
-from services.state.queue import Bus, EpisodeLease
+from services.state.queue import Bus, LeasedEpisode
 from services.state.retry import Backoff, Retrier
-from services.workers.setting import EpisodeSetting, Order
+from services.workers.setting import EpisodeSetting, EpisodeSpec
 from tests.patience import HANG_S
 
 JOB = "job_rollout"
@@ -202,7 +202,7 @@ class Table:
     ) -> None:
         await self.bus.dispatch(JOB, TRAINER, group, size=size, split=split, task_index=task, reads=reads)
 
-    async def lease(self, limit: int = 1) -> list[EpisodeLease]:
+    async def lease(self, limit: int = 1) -> list[LeasedEpisode]:
         return await self.bus.lease(JOB, self.worker, self.token, limit)
 
     async def segments(self, key: EpisodeKey) -> list[Segment]:
@@ -226,8 +226,8 @@ def make_setting(table: Table, codec: HermesCodec, policy: Any) -> EpisodeSettin
     )
 
 
-def make_order(lease: EpisodeLease, environment: Environment | None = None, **changes: Any) -> Order:
-    return Order.from_spec(spec(**changes), environment or world(), lease, model_context_tokens=4096)
+def make_order(lease: LeasedEpisode, environment: Environment | None = None, **changes: Any) -> EpisodeSpec:
+    return EpisodeSpec.from_spec(spec(**changes), environment or world(), lease, model_context_tokens=4096)
 
 
 def stitched(segments: Sequence[Segment], name: str = "token_ids") -> list[Any]:

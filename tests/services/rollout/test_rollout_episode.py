@@ -19,7 +19,7 @@ from services.episodes.policy import Drained, Sampled
 from services.state.away import Away, AwayReason
 from services.state.queue import Append, Fenced, Gap
 from services.workers.episode import Episode
-from services.workers.setting import EpisodeSetting, Order, episode_seed
+from services.workers.setting import EpisodeSetting, EpisodeSpec, episode_seed
 from tests.patience import HANG_S
 from tests.services.rollout.rollout_kit import (
     JOB,
@@ -57,7 +57,7 @@ def speech(codec: HermesCodec) -> Speech:
 class Play:
     """One episode, leased and ready to run."""
 
-    def __init__(self, table: Table, setting: EpisodeSetting, order: Order, policy: ScriptedPolicy) -> None:
+    def __init__(self, table: Table, setting: EpisodeSetting, order: EpisodeSpec, policy: ScriptedPolicy) -> None:
         self.table, self.setting, self.order, self.policy = table, setting, order, policy
 
     @classmethod

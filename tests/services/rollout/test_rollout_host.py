@@ -17,7 +17,7 @@ from gspo_core.types import EpisodeKey, Outcome, StopReason, Trajectory
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.workers.episode import Episode
-from services.workers.setting import Order
+from services.workers.setting import EpisodeSpec
 from tests.services.hosts.test_host import WORLDS, processes
 from tests.services.rollout.rollout_kit import (
     JOB,
@@ -74,7 +74,7 @@ async def play(
     setting = make_setting(table, codec, None)
 
     async def run(number: int) -> Outcome:
-        order = Order.from_spec(spec(environments=[entry]), environment, leases[number], 4096)
+        order = EpisodeSpec.from_spec(spec(environments=[entry]), environment, leases[number], 4096)
         own = make_setting(table, codec, ScriptedPolicy(scripts[number]))
         await Episode(own, order).run()
         for name, value in own.counters.snapshot().items():

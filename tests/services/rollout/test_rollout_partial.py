@@ -17,7 +17,7 @@ from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Interrupted, Sampled
 from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
-from services.state.queue import EpisodeLease, Snapshot
+from services.state.queue import LeasedEpisode, Snapshot
 from services.workers.episode import Episode
 from services.workers.quarantine import MOST_FAILURES, Quarantine
 from services.workers.setting import EpisodeSetting
@@ -104,7 +104,7 @@ def setting_for(table: Table, codec: HermesCodec, *answers: Any) -> EpisodeSetti
     return make_setting(table, codec, ScriptedPolicy(list(answers)))
 
 
-async def played_and_left(table: Table, setting: EpisodeSetting, environment: Environment) -> EpisodeLease:
+async def played_and_left(table: Table, setting: EpisodeSetting, environment: Environment) -> LeasedEpisode:
     """An episode that a worker began and handed back, as it is leased again."""
     await table.dispatch()
     (lease,) = await table.lease()
@@ -112,8 +112,8 @@ async def played_and_left(table: Table, setting: EpisodeSetting, environment: En
 
 
 async def left_again(
-    table: Table, setting: EpisodeSetting, environment: Environment, lease: EpisodeLease
-) -> EpisodeLease:
+    table: Table, setting: EpisodeSetting, environment: Environment, lease: LeasedEpisode
+) -> LeasedEpisode:
     with pytest.raises(Drained):
         await Episode(setting, make_order(lease, environment)).run()
     await table.bus.hand_back(JOB, table.token, [lease.key])

@@ -48,7 +48,7 @@ from services.workers import worker as worker_module
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import load_job
-from services.workers.worker import Worker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig
 from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
 from tests.patience import HANG_S
@@ -227,13 +227,13 @@ class Stage:
     async def count_join(self) -> None:
         self.num_joins += 1
 
-    def worker(self, name: str = "worker-0", **config: Any) -> Worker:
+    def worker(self, name: str = "worker-0", **config: Any) -> EpisodeWorker:
         config = {"lease_s": LEASE_S, "engine_urls": [self.place.engine_url], **config}
         # Some worlds look for files in the directory of their test.
         hosts = LocalHosts(
             Interpreters(self.place.world.parent), WallPolicy(readable=(str(self.place.world.parents[1]),))
         )
-        return Worker(
+        return EpisodeWorker(
             WorkerConfig(name, **config),
             Bus(self._redis, lease_s=LEASE_S),
             self.store,
@@ -246,7 +246,7 @@ class Stage:
         )
 
     @contextlib.asynccontextmanager
-    async def working(self, worker: Worker) -> AsyncIterator[Worker]:
+    async def working(self, worker: EpisodeWorker) -> AsyncIterator[EpisodeWorker]:
         """``worker`` runs inside the block and drains at its end."""
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:

@@ -22,7 +22,7 @@ from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Claim, Store
 from tests.services.trainer.trainer_kit import episode
 
@@ -182,7 +182,7 @@ def history(start: Position, log: BatchLog, checkpoints: CheckpointStore) -> lis
     return batches_after(start, log.steps(), max(forks, default=1), forks)
 
 
-def _segments(lease: EpisodeLease) -> list[Append]:
+def _segments(lease: LeasedEpisode) -> list[Append]:
     played = [replace(one, key=lease.key) for one in episode(0, 0, 1.0, [0, 0]).segments]
     return [Append(lease.key, 0, one.index, encode(one), one.is_final, 0) for one in played][lease.num_segments :]
 

@@ -14,7 +14,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.state import keys
 from services.state.jobs import JobStatus
 from services.state.keys import BUS_KEYS, job_key
-from services.state.queue import Append, Bus, Conflict, EpisodeLease, Fenced, Full, Gap, QueueUsage, ReadyGroup, Stage
+from services.state.queue import Append, Bus, Conflict, Fenced, Full, Gap, LeasedEpisode, QueueUsage, ReadyGroup, Stage
 from services.state.store import Claim, Store
 
 pytestmark = pytest.mark.every_server
@@ -24,12 +24,12 @@ async def dispatch(bus: Bus, claim: Claim, group: int, size: int = 2) -> bool:
     return await bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=group + 100)
 
 
-def segment(lease: EpisodeLease, index: int, *, final: bool = False, attempt: int | None = None) -> Append:
+def segment(lease: LeasedEpisode, index: int, *, final: bool = False, attempt: int | None = None) -> Append:
     attempt = lease.attempt if attempt is None else attempt
     return Append(lease.key, attempt, index, f"{lease.key}:{attempt}:{index}".encode(), final)
 
 
-async def finish(bus: Bus, job: str, token: str, leases: list[EpisodeLease]) -> None:
+async def finish(bus: Bus, job: str, token: str, leases: list[LeasedEpisode]) -> None:
     await bus.append(job, token, [segment(lease, lease.num_segments, final=True) for lease in leases])
 
 
@@ -43,7 +43,7 @@ async def test_dispatched_episodes_are_leased_with_what_the_worker_needs(bus: Bu
     token = await bus.join("w")
     leases = await bus.lease(job, "w", token, 10)
     assert leases == [
-        EpisodeLease(EpisodeKey(job, 7, member), 0, 0, Split.EVAL, task_index=31, environment=1, group_size=2, epoch=1)
+        LeasedEpisode(EpisodeKey(job, 7, member), 0, 0, Split.EVAL, task_index=31, environment=1, group_size=2, epoch=1)
         for member in (0, 1)
     ]
     assert await bus.lease(job, "w", token, 10) == []
@@ -361,7 +361,7 @@ async def test_commit_leaves_nothing_behind(bus: Bus, claim: Claim, redis_client
     token = await bus.join("w")
     leases = await bus.lease(job, "w", token, 30)
     await bus.append(job, token, [segment(lease, index) for lease in leases for index in range(3)])
-    await finish(bus, job, token, [EpisodeLease(lease.key, 0, 3, *_rest(lease)) for lease in leases[:20]])
+    await finish(bus, job, token, [LeasedEpisode(lease.key, 0, 3, *_rest(lease)) for lease in leases[:20]])
     # ended, held and queued episodes alike
     await bus.commit(job, claim.token, 4, list(range(20)))
     assert await payloads(bus, job) == []
@@ -370,7 +370,7 @@ async def test_commit_leaves_nothing_behind(bus: Bus, claim: Claim, redis_client
     assert await redis_client.xlen(job_key(job, "segments")) == 0
 
 
-def _rest(lease: EpisodeLease) -> tuple[Split, int, int, int]:
+def _rest(lease: LeasedEpisode) -> tuple[Split, int, int, int]:
     return lease.split, lease.task_index, lease.environment, lease.group_size
 
 
@@ -679,7 +679,7 @@ async def test_groups_and_episodes_can_be_looked_at(bus: Bus, claim: Claim) -> N
     assert (done.worker, done.num_segments, done.size_bytes, done.oldest_version) == (None, 2, 7, 4)
     assert (held.key, held.worker, held.num_segments, held.oldest_version) == (second.key, "worker-7", 1, None)
     assert (views[0].group, views[0].split, views[0].task_index, views[0].is_ready) == (0, Split.TRAIN, 100, False)
-    await finish(bus, job, token, [EpisodeLease(second.key, 0, 1, *_rest(second))])
+    await finish(bus, job, token, [LeasedEpisode(second.key, 0, 1, *_rest(second))])
     assert (await bus.groups(job))[0].is_ready
     assert [view.group for view in await bus.groups(job, after=0, limit=1)] == [1]
 

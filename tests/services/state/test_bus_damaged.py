@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
 from services.state.keys import job_key
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Stage
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode, Stage
 from services.state.refusals import Damaged
 from services.state.store import Claim
 
@@ -28,7 +28,7 @@ async def dispatch(bus: Bus, claim: Claim, group: int = 0, size: int = 2) -> Non
     await bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=group)
 
 
-def segment(lease: EpisodeLease, index: int, *, final: bool = False) -> Append:
+def segment(lease: LeasedEpisode, index: int, *, final: bool = False) -> Append:
     return Append(lease.key, lease.attempt, index, f"{lease.key}:{index}".encode(), final)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_core.types import Split
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Claim
 
 pytestmark = pytest.mark.every_server
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.every_server
 NUM_EPISODES, PLACES = 6, 10
 
 
-async def play(bus: Bus, worker: str, token: str, lease: EpisodeLease, *, to_its_end: bool = False) -> None:
+async def play(bus: Bus, worker: str, token: str, lease: LeasedEpisode, *, to_its_end: bool = False) -> None:
     job = lease.key.job
     await bus.append(job, token, [Append(lease.key, lease.attempt, lease.num_segments, b"x", to_its_end)])
 

@@ -13,7 +13,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.state.functions import Functions, library
 from services.state.keys import bus_keys
 from services.state.loans import Loans
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Snapshot, Stage
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode, Snapshot, Stage
 from services.state.queue_records import ErasedWord, RewardWord
 from services.state.refusals import Erased
 from services.state.store import Claim, Store
@@ -44,19 +44,19 @@ async def everything_in(redis: Redis) -> bytes:
     return b"\n".join(found)
 
 
-def said(lease: EpisodeLease, index: int, *, final: bool = False) -> Append:
+def said(lease: LeasedEpisode, index: int, *, final: bool = False) -> Append:
     text = SECRET + f" {index}".encode()
     return Append(lease.key, lease.attempt, index, text, final=final, version=3, note=SECRET.decode())
 
 
-async def leased(bus: Bus, claim: Claim, size: int = 2) -> tuple[str, list[EpisodeLease]]:
+async def leased(bus: Bus, claim: Claim, size: int = 2) -> tuple[str, list[LeasedEpisode]]:
     job = claim.job_id
     await bus.dispatch(job, claim.token, 0, size=size, split=Split.TRAIN, task_index=0, bytes_per_episode=100)
     token = await bus.join("w")
     return token, await bus.lease(job, "w", token, size)
 
 
-async def brought_to(stage: str, bus: Bus, token: str, lease: EpisodeLease) -> None:
+async def brought_to(stage: str, bus: Bus, token: str, lease: LeasedEpisode) -> None:
     """With something that was said in all that can be kept of an episode at this stage."""
     job = lease.key.job
     await bus.append(job, token, [said(lease, 0)])

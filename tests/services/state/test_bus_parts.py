@@ -8,7 +8,7 @@ import pytest
 
 from gspo_core.types import Split
 from services.state.keys import bus_keys, job_key
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Gap, Kept, Snapshot
+from services.state.queue import Append, Bus, Fenced, Gap, Kept, LeasedEpisode, Snapshot
 from services.state.queue_records import member_name
 from services.state.store import Claim
 
@@ -19,7 +19,7 @@ async def dispatch(bus: Bus, claim: Claim, group: int, size: int = 1) -> None:
     await bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=0)
 
 
-def part(lease: EpisodeLease, num_segments: int, data: bytes) -> Kept:
+def part(lease: LeasedEpisode, num_segments: int, data: bytes) -> Kept:
     return Kept(lease.key, Snapshot(0, num_segments, data), is_part=True)
 
 

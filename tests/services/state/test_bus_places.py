@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from gspo_core.types import Split
 from services.state.fleet_records import WorkerRecord
 from services.state.keys import SERVICE_KEYS, service_key, service_keys
-from services.state.queue import Append, Bus, EpisodeLease, Fenced
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode
 from services.state.store import Claim, Store
 
 pytestmark = pytest.mark.every_server
@@ -21,7 +21,7 @@ PLACE, NUM_EPISODES = "gateway/machine/boot/net/127.0.0.1:8020", 6
 
 async def held_by(
     bus: Bus, claim: Claim, worker: str, token: str, versions: tuple[int, ...] = ()
-) -> list[EpisodeLease]:
+) -> list[LeasedEpisode]:
     """Episodes of a new group; the first have a segment of these versions."""
     job = claim.job_id
     await bus.dispatch(job, claim.token, 0, size=NUM_EPISODES, split=Split.TRAIN, task_index=0)

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
 from services.state.keys import bus_keys
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Gap, Snapshot, Stage
+from services.state.queue import Append, Bus, Fenced, Gap, LeasedEpisode, Snapshot, Stage
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord, Waiting
 from services.state.server import connect
 from services.state.store import Claim, Store
@@ -21,11 +21,11 @@ NOW = 1_700_000_000.0
 HOUR = 3600.0
 
 
-def end(lease: EpisodeLease, payload: bytes, index: int = 1) -> Append:
+def end(lease: LeasedEpisode, payload: bytes, index: int = 1) -> Append:
     return Append(lease.key, lease.attempt, index, payload, final=True)
 
 
-async def lease_all(bus: Bus, claim: Claim, size: int, group: int = 0) -> tuple[str, list[EpisodeLease]]:
+async def lease_all(bus: Bus, claim: Claim, size: int, group: int = 0) -> tuple[str, list[LeasedEpisode]]:
     """Episodes with a segment of ten bytes each."""
     job = claim.job_id
     await bus.dispatch(job, claim.token, group, size=size, split=Split.TRAIN, task_index=0, bytes_per_episode=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.queue import Append, Bus, EpisodeLease, Fenced, Gap, Kept, Snapshot, Stage
+from services.state.queue import Append, Bus, Fenced, Gap, Kept, LeasedEpisode, Snapshot, Stage
 from services.state.store import Claim
 
 pytestmark = pytest.mark.every_server
@@ -17,7 +17,7 @@ async def dispatch(bus: Bus, claim: Claim, group: int, size: int = 1) -> None:
     )
 
 
-async def append(bus: Bus, token: str, lease: EpisodeLease, index: int, *, final: bool = False) -> None:
+async def append(bus: Bus, token: str, lease: LeasedEpisode, index: int, *, final: bool = False) -> None:
     item = Append(lease.key, lease.attempt, index, b"x" * 10, final, 3, f"turn {index}")
     await bus.append(lease.key.job, token, [item])
 
@@ -114,7 +114,7 @@ async def test_a_snapshot_is_stored_together_with_the_segments_that_it_stands_be
     token = await bus.join("w")
     first, second = await bus.lease(job, "w", token, 2)
 
-    def segment(lease: EpisodeLease, index: int, *, final: bool = False) -> Append:
+    def segment(lease: LeasedEpisode, index: int, *, final: bool = False) -> Append:
         return Append(lease.key, 0, index, b"x" * 10, final)
 
     old, new = Kept(first.key, Snapshot(0, 1, b"old")), Kept(first.key, Snapshot(0, 2, b"new!"))

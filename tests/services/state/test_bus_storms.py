@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
 from tests.services.state.faults import FAULTS, FaultyLine, MortalServer, until
@@ -113,7 +113,7 @@ async def test_every_append_over_a_line_that_breaks_arrives_once_and_in_order(
 
 
 @asynccontextmanager
-async def eight_leases(server: MortalServer) -> AsyncIterator[tuple[Redis, Bus, Claim, str, list[EpisodeLease]]]:
+async def eight_leases(server: MortalServer) -> AsyncIterator[tuple[Redis, Bus, Claim, str, list[LeasedEpisode]]]:
     async with connect(server.url) as client:
         bus, store = Bus(client), Store(client)
         await bus.load_functions()
@@ -138,7 +138,7 @@ async def test_no_acknowledged_segment_is_lost_however_often_the_server_is_kille
     try:
         async with eight_leases(server) as (_, bus, claim, token, leases):
 
-            async def write(lease: EpisodeLease) -> None:
+            async def write(lease: LeasedEpisode) -> None:
                 index = 0
                 while not over:
                     data = payload(lease.key, index, 4000)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from services.files.data_dir import DataDir
 from services.files.installation import InstallationFiles
 from services.process.cancelling import cancel_all
-from services.state.installation import Installation, WrongInstallation
+from services.state.installation import InstallationGuard, WrongInstallation
 from services.state.server import RedisServer, connect
 
 BEAT_S = 0.05
@@ -29,15 +29,15 @@ async def other_redis(server_binary: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def uses(redis_client: Redis, tmp_path: Path) -> Callable[..., Installation]:
-    def make(redis: Redis = redis_client, directory: str = "data") -> Installation:
-        return Installation(redis, DataDir(tmp_path / directory), beat_s=BEAT_S)
+def uses(redis_client: Redis, tmp_path: Path) -> Callable[..., InstallationGuard]:
+    def make(redis: Redis = redis_client, directory: str = "data") -> InstallationGuard:
+        return InstallationGuard(redis, DataDir(tmp_path / directory), beat_s=BEAT_S)
 
     return make
 
 
 async def test_a_directory_and_a_server_stay_together(
-    uses: Callable[..., Installation], redis_client: Redis, tmp_path: Path
+    uses: Callable[..., InstallationGuard], redis_client: Redis, tmp_path: Path
 ) -> None:
     for _ in range(2):
         await uses().check()
@@ -49,7 +49,7 @@ async def test_a_directory_and_a_server_stay_together(
 
 
 async def test_those_that_start_together_agree(
-    uses: Callable[..., Installation], redis_client: Redis, tmp_path: Path
+    uses: Callable[..., InstallationGuard], redis_client: Redis, tmp_path: Path
 ) -> None:
     for number in range(10):
         await redis_client.flushall()
@@ -64,25 +64,25 @@ async def test_those_that_start_together_agree(
 
 
 async def test_a_server_that_is_wiped_while_it_is_told_is_told_again(
-    uses: Callable[..., Installation], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    uses: Callable[..., InstallationGuard], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = uses()
     await one.check()
-    held = Installation.held
+    held = InstallationGuard.held
 
-    async def wiped(self: Installation) -> tuple[str | None, str | None]:
+    async def wiped(self: InstallationGuard) -> tuple[str | None, str | None]:
         await redis_client.flushall()
         return await held(self)
 
     with monkeypatch.context() as wiping:
-        wiping.setattr(Installation, "held", wiped)
+        wiping.setattr(InstallationGuard, "held", wiped)
         await one._beat()
     await one._beat()
     assert await redis_client.hget("gspo:{service}:installation", "id") is not None
 
 
 async def test_a_newcomer_that_meets_a_wiped_server_waits_until_it_is_told_again(
-    uses: Callable[..., Installation], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    uses: Callable[..., InstallationGuard], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes between its looks at the server and at the directory."""
     first, newcomer = uses(), uses()
@@ -107,7 +107,7 @@ async def test_a_newcomer_that_meets_a_wiped_server_waits_until_it_is_told_again
 
 
 async def test_a_newcomer_does_not_take_a_server_over_that_nobody_could_reach_either(
-    uses: Callable[..., Installation], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    uses: Callable[..., InstallationGuard], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, newcomer = uses(), uses()
     await first.check()
@@ -130,7 +130,7 @@ async def test_a_newcomer_does_not_take_a_server_over_that_nobody_could_reach_ei
 
 
 async def test_a_server_of_another_installation_is_refused(
-    uses: Callable[..., Installation], redis_client: Redis, other_redis: Redis
+    uses: Callable[..., InstallationGuard], redis_client: Redis, other_redis: Redis
 ) -> None:
     await uses().check()
     await uses(other_redis, "elsewhere").check()
@@ -141,7 +141,7 @@ async def test_a_server_of_another_installation_is_refused(
 
 
 async def test_a_second_server_is_refused_while_the_first_is_at_work_and_not_after(
-    uses: Callable[..., Installation], other_redis: Redis
+    uses: Callable[..., InstallationGuard], other_redis: Redis
 ) -> None:
     first = uses()
     await first.check()
@@ -156,7 +156,7 @@ async def test_a_second_server_is_refused_while_the_first_is_at_work_and_not_aft
 
 
 async def test_a_server_that_is_wiped_under_its_processes_is_told_again_and_a_newcomer_is_let_in(
-    uses: Callable[..., Installation], redis_client: Redis
+    uses: Callable[..., InstallationGuard], redis_client: Redis
 ) -> None:
     first = uses()
     await first.check()
@@ -172,7 +172,9 @@ async def test_a_server_that_is_wiped_under_its_processes_is_told_again_and_a_ne
         await cancel_all([at_work], again_after_s=0.5)
 
 
-async def test_a_fresh_directory_takes_the_id_of_its_server(uses: Callable[..., Installation], tmp_path: Path) -> None:
+async def test_a_fresh_directory_takes_the_id_of_its_server(
+    uses: Callable[..., InstallationGuard], tmp_path: Path
+) -> None:
     await uses().check()
     await uses(directory="fresh").check()
     ids = {InstallationFiles(DataDir(tmp_path / name)).id() for name in ("data", "fresh")}
@@ -192,7 +194,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_who_starts_while_the_disk_is_full_begins_all_the_same(
-    uses: Callable[..., Installation], small_disk: Path
+    uses: Callable[..., InstallationGuard], small_disk: Path
 ) -> None:
     await uses().check()
     (small_disk / "served.json").unlink()

@@ -36,7 +36,7 @@ from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, m
 from services.state.server import RedisServer
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Claim, Store
-from services.state.talks import Keep, Talks
+from services.state.talks import Talks, TrafficRetention
 from services.state.worker_requests import WorkerRequests
 from tests.patience import HANG_S
 
@@ -78,9 +78,9 @@ async def test_only_a_gateway_has_the_secret_of_agents_keys_and_offers_episodes(
         await Loans(Functions(gateway)).offer(key, token, 0, b"")
     assert await Loans(Functions(gateway)).offers("job-1") == {}
     assert await Bus(gateway).holder(key) == ""
-    assert await forget(Talks(Functions(gateway)), Keep(1 << 20, 30.0)) == 0
+    assert await forget(Talks(Functions(gateway)), TrafficRetention(1 << 20, 30.0)) == 0
     await Store(as_user("gspo-api")).jobs.create("{}")
-    assert await forget(Talks(Functions(gateway)), Keep(1 << 20, 30.0)) == 0
+    assert await forget(Talks(Functions(gateway)), TrafficRetention(1 << 20, 30.0)) == 0
     for refused in (
         shared_secret(rollout, AGENT_KEYS),
         Loans(Functions(rollout)).offer(key, token, 0, b""),

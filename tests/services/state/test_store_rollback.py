@@ -19,7 +19,7 @@ from gspo_core.versions import WeightsManifest
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir, JobsDir
 from services.files.weights import WeightStore
-from services.state.queue import Append, Bus, EpisodeLease, Fenced
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode
 from services.state.store import Claim, Store
 
 pytestmark = pytest.mark.every_server
@@ -149,7 +149,7 @@ async def the_dead_epoch_is_fenced(store: Store, bus: Bus, dead: Claim, worker: 
             await late
 
 
-async def play_again(bus: Bus, heir: Claim) -> EpisodeLease:
+async def play_again(bus: Bus, heir: Claim) -> LeasedEpisode:
     """The same group number, dispatched in the new epoch and held by somebody else."""
     await bus.dispatch(heir.job_id, heir.token, 30, size=1, split=Split.TRAIN, task_index=0)
     token = await bus.join("worker-1")

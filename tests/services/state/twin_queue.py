@@ -21,10 +21,10 @@ from services.state.leases import BeatWatch
 from services.state.queue_records import (
     Append,
     DeadLetter,
-    EpisodeLease,
     EpisodeView,
     GroupView,
     Kept,
+    LeasedEpisode,
     QueueUsage,
     ReadyGroup,
     Snapshot,
@@ -189,7 +189,7 @@ class TwinBus(TwinAwaitedRewards, TwinErasing):
         if self._world.lease_tokens.get(worker) == token:
             del self._world.lease_tokens[worker], self._world.lease_beats[worker]
 
-    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[EpisodeLease]:
+    async def lease(self, job: str, worker: str, token: str, limit: int) -> list[LeasedEpisode]:
         queue = self._world.queue(job)
         waiting = [(key, one) for key, one in _episodes(queue) if one.stage is Stage.QUEUED]
         waiting.sort(key=lambda entry: _order(*entry))
@@ -202,7 +202,7 @@ class TwinBus(TwinAwaitedRewards, TwinErasing):
             queue.holders[token] = worker
         return [_lease(job, key, queue) for key, _ in taken]
 
-    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[LeasedEpisode]:
         queue = self._world.queue(job)
         taken: list[EpisodeKey] = []
         for key in keys:
@@ -443,11 +443,11 @@ def _dead(group: TwinGroup) -> tuple[int, ...]:
     return tuple(member for member, one in enumerate(group.episodes) if one.stage is Stage.DEAD)
 
 
-def _lease(job: str, key: tuple[int, int], queue: TwinQueue) -> EpisodeLease:
+def _lease(job: str, key: tuple[int, int], queue: TwinQueue) -> LeasedEpisode:
     number, member = key
     group = queue.groups[number]
     episode = group.episodes[member]
-    return EpisodeLease(
+    return LeasedEpisode(
         EpisodeKey(job, number, member),
         attempt=episode.attempt,
         num_segments=len(episode.segments),

@@ -16,7 +16,7 @@ from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.queue import Append, Bus
 from services.state.store import Claim, Store
-from services.trainer.fleet.parity import Held
+from services.trainer.fleet.parity import LabelledWeights
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
@@ -62,7 +62,7 @@ class Stage:
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
         self.run._staleness.add(0, 0)
-        self.run._context.held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
+        self.run._context.held = LabelledWeights(0, f"{claim.job_id}/{claim.epoch}/0")
         self.run._admission.schedule = TaskSchedule(0, [4], [1.0])
 
         async def check(*_: object) -> None: ...

@@ -38,7 +38,7 @@ from services.files.job_dir import JobDir, JobsDir
 from services.files.origin import bring
 from services.files.recording import Rewards
 from services.files.weights import WeightStore
-from services.state.queue import Append, Bus, EpisodeLease, Fenced
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode
 from services.state.store import Claim, JobNotFound, Store
 from services.trainer.building import make_learner
 from services.trainer.fleet.engines import EnginePool
@@ -257,7 +257,7 @@ class Loop:
                         await self._play(lease, token)
                     await asyncio.sleep(0.02)
 
-    async def _play(self, lease: EpisodeLease, token: str) -> None:
+    async def _play(self, lease: LeasedEpisode, token: str) -> None:
         key, history, appends = lease.key, list[int](), list[Append]()
         actions = list[int]()
         for turn in range(NUM_TURNS):
@@ -274,7 +274,7 @@ class Loop:
         self.played[key.group] += 1
 
     async def _sample(
-        self, lease: EpisodeLease, turn: int, history: list[int], said: list[int], index: int
+        self, lease: LeasedEpisode, turn: int, history: list[int], said: list[int], index: int
     ) -> list[Segment]:
         while True:
             with contextlib.suppress(EngineError):
@@ -311,7 +311,7 @@ class Loop:
 DESCRIPTION = {"num_tasks": {"train": NUM_TASKS, "eval": 1}}
 
 
-def _append(lease: EpisodeLease, segment: Segment) -> Append:
+def _append(lease: LeasedEpisode, segment: Segment) -> Append:
     return Append(lease.key, lease.attempt, segment.index, encode(segment), segment.is_final, segment.version)
 
 

@@ -29,7 +29,7 @@ from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import RankedLearner
-from services.trainer.ranks.lines import Place, meet
+from services.trainer.ranks.lines import RankPlace, meet
 from tests.core.learner_support import make_sequences
 from tests.services.trainer.loop_kit import (
     Fate,
@@ -59,7 +59,7 @@ def batch(number: int) -> list[Any]:
 
 
 class Cases:
-    def __init__(self, root: Path, redis_url: str, followers: Followers, place: Place) -> None:
+    def __init__(self, root: Path, redis_url: str, followers: Followers, place: RankPlace) -> None:
         self.root, self.redis_url = root, redis_url
         self.followers, self.place = followers, place
         self.spec = spec_of(root)
@@ -129,7 +129,7 @@ def problem_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
-async def run(root: Path, redis_url: str, names: list[str], followers: Followers, place: Place) -> None:
+async def run(root: Path, redis_url: str, names: list[str], followers: Followers, place: RankPlace) -> None:
     followers.look(DataDir(root))
     made = Cases(root, redis_url, followers, place)
     for name in names:
@@ -141,7 +141,7 @@ def main(root: Path, redis_url: str, *names: str) -> None:
     for name in ("_object_to_tensor", "_tensor_to_object"):
         setattr(distributed_c10d, name, refuse)
     pickle.dumps = pickle.loads = refuse
-    place = Place.of_this_process()
+    place = RankPlace.of_this_process()
     lines = meet(place, LINES)
     if not place.is_first:
         Follower(lines, place).follow()

@@ -31,7 +31,7 @@ from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.process.settings import Settings
 from services.state.client import RedisClient
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Store
 from services.trainer.building import make_learner, make_run
 from services.trainer.fleet import engines as engines_module
@@ -101,7 +101,7 @@ class Job:
                 await self._play(lease, token)
             await asyncio.sleep(0.01)
 
-    async def _play(self, lease: EpisodeLease, token: str) -> None:
+    async def _play(self, lease: LeasedEpisode, token: str) -> None:
         key, prompt = lease.key, [5, 6, 7, 10 + lease.task_index]
         seed = 1000 * key.group + key.member
         answer = await self.client.generate(

@@ -23,7 +23,7 @@ from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
@@ -70,7 +70,7 @@ class Player:
                     playing.create_task(self.play(lease, token))
                 await asyncio.sleep(0.01)
 
-    async def play(self, lease: EpisodeLease, token: str) -> None:
+    async def play(self, lease: LeasedEpisode, token: str) -> None:
         prompt = [5, 6, 7, 10 + lease.task_index]
         answer = await self.client.generate(prompt, max_new_tokens=NUM_TOKENS, temperature=1.0, stop_token_ids=[])
         reward = float(np.mean(np.array(answer.output_ids) < VOCAB_SIZE // 2))

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from gspo_core.replay.audit import audit
 from gspo_core.replay.past import NotKept, Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir, positions_in
@@ -41,7 +41,7 @@ async def test_every_step_is_trained_again_from_the_base_model(
     assert [at.step for at in positions_in(job.archive)] == list(range(1, STEPS))
     assert [at.step for at in BatchLog(job).written()] == [STEPS]
     assert [at.step for at in past.checkpoints] == [STEPS]
-    answer = replay(past, Question(1, STEPS))
+    answer = replay(past, ReplayQuestion(1, STEPS))
     assert answer.is_same
     assert answer.start == "the base model"
     assert sum(len(one.versions) for one in answer.steps) == STEPS
@@ -49,7 +49,7 @@ async def test_every_step_is_trained_again_from_the_base_model(
     assert sorted(Past(child.job_dir / "origin").batches) == [1, 2]
     shutil.rmtree(job.archive)
     with pytest.raises(NotKept):
-        replay(Past(loop.job_dir), Question(3, 3))
+        replay(Past(loop.job_dir), ReplayQuestion(3, 3))
 
 
 async def test_without_an_archive_old_logs_go(
@@ -76,7 +76,7 @@ async def test_with_checkpoints_kept_for_good_no_step_is_far_away(
         await serve(child)
     assert [at.step for at in past.checkpoints] == [3, 6, 8]
     assert [plan(job, step).num_replayed for step in range(9)] == [0, 1, 2, 0, 1, 2, 0, 1, 0]
-    answer = replay(past, Question(5, 5))
+    answer = replay(past, ReplayQuestion(5, 5))
     assert answer.is_same
     assert answer.num_replayed == 1
     assert fingerprint(saved(child)) == fingerprint(saved(loop))

@@ -11,7 +11,7 @@ import pytest
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Claim, Store
 from services.trainer.groups.evaluation import Evaluator, held_out_metrics
 from services.trainer.groups.intake import Intake
@@ -39,7 +39,7 @@ async def test_a_round_with_episodes_of_another_release_ends_and_says_so(bus: Bu
     intake = Intake(bus, job)
     reading = asyncio.create_task(intake.run())
     playing = asyncio.create_task(Evaluator(claim, spec, bus, store, intake, [4], report).play(5, version=3))
-    token, leases = await bus.join("w"), list[EpisodeLease]()
+    token, leases = await bus.join("w"), list[LeasedEpisode]()
     try:
         async with asyncio.timeout(HANG_S):
             while len(leases) < 4:
@@ -78,7 +78,7 @@ async def test_a_round_is_a_series_of_its_own_and_names_the_versions_that_played
     intake = Intake(bus, job)
     reading = asyncio.create_task(intake.run())
     playing = asyncio.create_task(Evaluator(claim, SPEC, bus, store, intake, [4], report).play(5, version=3))
-    token, leases = await bus.join("w"), list[EpisodeLease]()
+    token, leases = await bus.join("w"), list[LeasedEpisode]()
     async with asyncio.timeout(HANG_S):
         while len(leases) < 2:
             leases += await bus.lease(job, "w", token, 2)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from gspo_core.log.changes import Without
 from gspo_core.replay.past import NotKept, Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
@@ -105,7 +105,7 @@ async def test_a_fork_that_is_fed_its_parents_batches_ends_at_its_parents_weight
         rows = await loop.store.metrics.read(child.job)
     assert fingerprint(saved(child)) == fingerprint(saved(loop))
     assert [row["step"] for row in rows] == list(range(step + 1, 6))
-    answer = replay(Past(child.job_dir), Question(4, 5))
+    answer = replay(Past(child.job_dir), ReplayQuestion(4, 5))
     assert answer.is_same
     assert [len(one.versions) for one in answer.steps] == [1, 1]
 
@@ -145,7 +145,7 @@ async def test_a_fork_is_fed_its_parents_batches_without_a_group_and_then_sample
     assert culprit not in {group.group for step in (4, 5) for group in ours.batch(step).groups}, "it is owed no more"
     assert ours.batch(3).extra["dropped"] == {"left_out": [culprit]}
     assert [group.group for group in before.groups] == [group.group for group in fed.groups]
-    otherwise = replay(Past(loop.job_dir), Question(3, 3, without=Without.parse(without)))
+    otherwise = replay(Past(loop.job_dir), ReplayQuestion(3, 3, without=Without.parse(without)))
     [row] = [one for one in await loop.store.metrics.read(child.job) if one["step"] == 3]
     assert otherwise.losses_otherwise[0] == row["gspo/loss"]
     assert theirs.steps() == BatchLog(JobDir(loop.job_dir)).steps()
@@ -196,7 +196,7 @@ async def test_what_was_erased_is_fed_to_no_fork_that_does_not_leave_it_out(
         without = [f"{key.group}/{key.member}"]
         child = await fork_of(loop, child_spec(loop, 2, same_batches=True, fed={"without": without}))
         await serve(child)
-    assert replay(Past(child.job_dir), Question(4, 4)).is_same
+    assert replay(Past(child.job_dir), ReplayQuestion(4, 4)).is_same
 
 
 async def test_a_fork_needs_its_parent_no_more(

@@ -16,7 +16,7 @@ from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from services.state.functions import Functions
 from services.state.jobs import HANDED_OVER, JobRecord, StatusReason
-from services.state.queue import Append, Bus, EpisodeLease, Fenced
+from services.state.queue import Append, Bus, Fenced, LeasedEpisode
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.giving_way import GivingWay, Signs
@@ -304,7 +304,7 @@ async def test_a_real_run_whose_world_fails_after_its_first_turn_gives_way(
     ill: dict[str, dict[str, str]] = {}
     play, num_tried = Loop._play, 0
 
-    async def fail_after_the_first_turn(self: Loop, lease: EpisodeLease, token: str) -> None:
+    async def fail_after_the_first_turn(self: Loop, lease: LeasedEpisode, token: str) -> None:
         nonlocal num_tried
         if ill:
             said = prompt_of(lease.task_index, lease.key.group, lease.key.member)

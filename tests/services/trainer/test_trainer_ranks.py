@@ -26,7 +26,7 @@ from starlette.routing import Route
 from gspo_core.learner import Learner
 from gspo_core.log.records import AcceptedJob
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
@@ -148,7 +148,7 @@ def test_steps_of_two_ranks_are_found_again_bit_for_bit_on_two(root: Path, warm_
     assert found["is_same"], found
     assert [len(step["versions"]) for step in found["steps"]] == [1, 1, 1]
     said: list[str] = []
-    alone = replay(Past(job), Question(2, 2), said.append)
+    alone = replay(Past(job), ReplayQuestion(2, 2), said.append)
     assert not alone.is_same
     assert any("number of ranks was 2 and is 1 here" in text for text in said)
     assert alone.steps[0].loss == pytest.approx(found["steps"][0]["loss"], rel=1e-4, abs=1e-7)

@@ -17,7 +17,7 @@ from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.recording import NoSuchEpisode
 from gspo_core.replay.audit import audit
 from gspo_core.replay.past import NotKept, Past
-from gspo_core.replay.replaying import Question, replay
+from gspo_core.replay.replaying import ReplayQuestion, replay
 from gspo_core.spec import JobSpec
 from services.files.batch_log import BatchLog
 from services.files.erasing import erase, of_member
@@ -91,7 +91,7 @@ async def test_as_they_are_they_lead_where_they_led(
     shutil.move(tmp_path / "gone", loop.job_dir)
     assert list(map(payload_of, batches_of(job))) == list(map(payload_of, batches_of(loop)))
     assert [one.extra["recorded"] for one in batches_of(job)] == [[1, 1], [1, 2], [1, 3], [1, 4]]
-    assert replay(Past(job.job_dir), Question(1, 4)).is_same
+    assert replay(Past(job.job_dir), ReplayQuestion(1, 4)).is_same
     assert audit(Past(job.job_dir), job.job).foreign_steps == [1, 2, 3, 4]
 
 
@@ -111,7 +111,7 @@ async def test_with_other_rewards_they_lead_elsewhere(
     assert {one.reward for one in third.trajectories if one.key.member == 1} == {-7.0}
     assert [one.reward for one in fourth.trajectories] == [one.reward for one in batches_of(loop)[3].trajectories]
     assert fingerprint(saved(job)) != fingerprint(saved(loop))
-    assert replay(Past(job.job_dir), Question(1, 2)).is_same
+    assert replay(Past(job.job_dir), ReplayQuestion(1, 2)).is_same
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
@@ -171,7 +171,7 @@ async def test_a_fork_may_be_fed_with_other_rewards(
     [fed] = batches_of(fork)
     assert {one.reward for one in fed.trajectories if one.key.member == 0} == {9.0}
     assert fingerprint(saved(fork)) != fingerprint(saved(loop))
-    assert replay(Past(fork.job_dir), Question(4, 4)).is_same
+    assert replay(Past(fork.job_dir), ReplayQuestion(4, 4)).is_same
 
 
 async def test_what_is_erased_where_it_was_played_is_erased_where_it_was_trained_again(

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 
 from gspo_core.replay.journey import arrive
 from gspo_core.replay.past import Past
-from gspo_core.replay.question import Question
+from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
 from gspo_core.spec import JobSpec
 from services.api.http.errors import RequestRefused
-from services.api.submission.resuming import Wanted, resume
+from services.api.submission.resuming import ResumeRequest, resume
 from services.api.views.history import TrainedHistory
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def go_on(loop: Loop, **wanted: Any) -> None:
     context: Any = SimpleNamespace(store=loop.store, history=TrainedHistory(JobsDir(loop.job_dir.parent)))
-    await resume(context, await loop.store.jobs.get(loop.job), Wanted(**wanted))
+    await resume(context, await loop.store.jobs.get(loop.job), ResumeRequest(**wanted))
     await serve(loop)
 
 
@@ -163,7 +163,7 @@ def check_against_its_own_logs(loop: Loop, steps: int) -> None:
     """Bit for bit what the logs lead to, every version of every step; each group is in one step or dropped, never in
     two and never lost."""
     past = Past(loop.job_dir)
-    answer = replay(past, Question(1, steps))
+    answer = replay(past, ReplayQuestion(1, steps))
     assert answer.is_same
     assert all(one.versions for one in answer.steps)
     assert past.newest_epoch > 1

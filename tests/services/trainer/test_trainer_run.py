@@ -25,7 +25,7 @@ from services.files.trained_log import TrainedLog
 from services.files.weights import WeightStore
 from services.state.queue import Append, Bus
 from services.state.store import Claim, Store
-from services.trainer.fleet.parity import Held, engine_mismatch
+from services.trainer.fleet.parity import LabelledWeights, engine_mismatch
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
@@ -151,7 +151,7 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
     run._staleness.add(0, 0)
-    run._context.held = Held(0, f"{job}/{claim.epoch}/0")
+    run._context.held = LabelledWeights(0, f"{job}/{claim.epoch}/0")
     run._context.newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
     run._admission.schedule = schedule
     await run._admission.admit()

@@ -17,7 +17,7 @@ from gspo_core.position import Position
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, token_staleness
 from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
-from services.state.queue import Append, Bus, EpisodeLease
+from services.state.queue import Append, Bus, LeasedEpisode
 from services.state.store import Claim, Store
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import Selection, no_tokens, nothing_to_train, refusal
@@ -51,7 +51,7 @@ class Stage:
     claim: Claim
     intake: Intake
     token: str = ""
-    leases: dict[int, EpisodeLease] = field(default_factory=dict)
+    leases: dict[int, LeasedEpisode] = field(default_factory=dict)
     now: float = 0.0
 
     async def begin(self) -> None:

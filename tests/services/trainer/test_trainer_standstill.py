@@ -15,7 +15,7 @@ from services.episodes.ledger import Ledger
 from services.episodes.outbox import to_append
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord
-from services.state.queue import EpisodeLease
+from services.state.queue import LeasedEpisode
 from services.trainer.fleet import engines as engines_module
 from services.trainer.run import JobRun
 from services.trainer.telling import hindrances, ill_environments
@@ -163,7 +163,7 @@ async def test_a_job_whose_environment_worked_once_waits_for_it(
 async def test_a_job_whose_prompts_do_not_fit_says_both_numbers(loop_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"prompt_tokens": 5321.0, "context_tokens": 4096.0, "model_context_tokens": 4096.0}
 
-    async def overflow(self: Loop, lease: EpisodeLease, token: str) -> None:
+    async def overflow(self: Loop, lease: LeasedEpisode, token: str) -> None:
         outcome = Outcome(StopReason.CONTEXT_OVERFLOW, 0.0, metrics=found)
         await self.bus.append(self.job, token, [to_append(Ledger(lease.key, lease.attempt, 1.0).close(outcome), "")])
         self.played[lease.key.group] += 1

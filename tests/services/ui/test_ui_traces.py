@@ -16,7 +16,7 @@ from services.state.functions import Functions
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.talks import Keep, TalkKey, Talks
+from services.state.talks import TalkKeyRecord, Talks, TrafficRetention
 from tests.services.api.api_kit import ApiProcess
 from tests.services.api.recorded_job import RecordedJob, record_job, write_model
 from tests.services.ui.browser_kit import MISSING, Visit, visiting
@@ -24,8 +24,8 @@ from tests.services.ui.test_ui_trees import a_tree
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
-KEEP = Keep(1 << 24, 30.0)
-KEY = TalkKey("0123456789ab", "site", "2026-11-01T00:00:00Z", None, 100, None, None)
+KEEP = TrafficRetention(1 << 24, 30.0)
+KEY = TalkKeyRecord("0123456789ab", "site", "2026-11-01T00:00:00Z", None, 100, None, None)
 
 
 @pytest.fixture(scope="module")
