@@ -54,8 +54,6 @@ _COUNTING = AnthropicMessages(counts=True)
 # Names of fields that stand in a header; a client may call a field anything.
 _TELLABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 MAX_TOLD = 64
-# Names the conversation of a talk key, by which the API shows it and takes rewards for it.
-TRACE = "x-gspo-trace"
 _GEMINI_COUNTING = Gemini(counts=True)
 
 
@@ -130,7 +128,7 @@ class _Routes:
             answering: Answering = await self._turns.ask(key, ask)
         question = question.without_history()
         model = question.model if question.model in names else names[0]
-        headers = _ignored(question, names) | ({TRACE: answering.trace} if answering.trace else {})
+        headers = _ignored(question, names)
         if FORWARDED_BY in request.headers:
             headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
         self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")

@@ -27,6 +27,8 @@ from services.process.cancelling import cancel_all
 COMMIT_AFTER_S = 10.0
 # Proxies cut connections that are silent for half a minute, and some clients do.
 ALIVE_EVERY_S = 10.0
+# Names the conversation of a talk key, by which the API shows it and a job is made of it.
+TRACE = "x-gspo-trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class TurnResponse:
         self._model = model
         self._answering = answering
         self._headers = headers
+        self._told = {**headers, TRACE: answering.trace} if answering.trace else headers
+        """With an answer; what was refused may be in no conversation."""
         self._leaving = leaving
         self._pace = pace
 
@@ -87,7 +91,7 @@ class TurnResponse:
     async def _send_whole(self, items: _Items, send: Send) -> None:
         answer = await items.take_whole()
         body = msgspec.json.encode(self._dialect.whole(self._question, self._model, answer))
-        headers = {**self._headers, "content-type": "application/json", "content-length": str(len(body))}
+        headers = {**self._told, "content-type": "application/json", "content-length": str(len(body))}
         await send(_start(200, headers))
         await self._send_last(body, items, send)
 
@@ -96,7 +100,7 @@ class TurnResponse:
         answering = self._answering
         heading = Heading(answering.id, answering.created_at, self._model, answering.num_prompt_tokens)
         writer = self._dialect.writer(self._question, heading)
-        await send(_start(200, {**self._headers, **sse.HEADERS}))
+        await send(_start(200, {**self._told, **sse.HEADERS}))
         await send(_body(writer.begin()))
         while not isinstance(item, Answer):
             await send(_body(writer.piece(item) if item is not None else writer.alive()))

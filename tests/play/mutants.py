@@ -55,7 +55,7 @@ MUTANTS = {
         "services/gateway/tape.py", "[*after.branch.ids.head(after.end), *token_ids]", "[*token_ids]"
     ),
     "another sample forgets the conversation but its end": Mutant(
-        "services/gateway/plan.py", "return Beginning(prompt, num_stored", "return Beginning(prompt[-64:], num_stored"
+        "services/gateway/plan.py", "return TurnPrompt(prompt, num_stored", "return TurnPrompt(prompt[-64:], num_stored"
     ),
     "what begins a call is no part of it": Mutant("services/gateway/tape.py", "if not self.num_begun:", "if True:"),
     "calls are given to who asked for none": Mutant(
@@ -83,7 +83,7 @@ MUTANTS = {
         "services/gateway/history.py", "return Rewritten.TOOLS_CHANGED", "return Rewritten.SUB_AGENT"
     ),
     "every conversation is the agent's own": Mutant(
-        "services/gateway/history.py", "else Rewritten.SUB_AGENT", "else Rewritten.EDITED_HISTORY", "messages"
+        "services/gateway/history.py", "return Rewritten.SUB_AGENT", "return Rewritten.EDITED_HISTORY", "messages"
     ),
     "who asks again while a turn is sampled begins it once more": Mutant(
         "services/gateway/episode.py", "return turn or self._alive(", "return self._alive(", "responses"

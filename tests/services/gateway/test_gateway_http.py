@@ -442,12 +442,14 @@ async def test_what_a_client_calls_a_field_never_stands_in_a_header_as_it_came(n
 
 @pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
 async def test_the_trace_of_a_conversation_is_named_in_a_header_and_an_episode_has_none(speaker: Speaker):
-    turns = FakeTurns([Scripted("yes", trace="11"), Scripted("yes", trace="11"), Scripted("yes")])
+    away = Refusal(RefusalKind.AWAY, "the engines are away")
+    script = [Scripted("yes", trace="11"), Scripted("yes", trace="11"), Scripted("yes")]
+    turns = FakeTurns([*script, Scripted(refusal=away, trace="11")])
     async with serving(turns) as gateway:
-        bodies = body_of(speaker), body_of(speaker, stream=True), body_of(speaker)
+        bodies = body_of(speaker), body_of(speaker, stream=True), body_of(speaker), body_of(speaker)
         answers = [await gateway.http.post(speaker.url(one), json=one, headers=speaker.headers) for one in bodies]
-    assert [one.status_code for one in answers] == [200] * 3
-    assert [one.headers.get("x-gspo-trace") for one in answers] == ["11", "11", None]
+    assert [one.status_code == 200 for one in answers] == [True, True, True, False]
+    assert [one.headers.get("x-gspo-trace") for one in answers] == ["11", "11", None, None]
 
 
 async def test_many_fields_are_not_all_named():

@@ -129,6 +129,21 @@ async def test_an_answer_names_the_trace_that_keeps_it(place: Place) -> None:
     assert [*named, follow_up.trace] == [first, other, first, first]
 
 
+async def test_those_who_begin_alike_share_a_trace_unless_each_is_named(place: Place) -> None:
+    key = await place.key()
+
+    async def trace_of(who: str) -> str:
+        delivery = await place.talking.ask(key, replace(request(HI), user=who))
+        await take(delivery)
+        return delivery.trace
+
+    unnamed = [await trace_of(""), await trace_of("")]
+    ann, bob, ann_again = [await trace_of(who) for who in ("ann", "bob", "ann")]
+    assert unnamed[0] == unnamed[1]
+    assert ann == ann_again
+    assert len({unnamed[0], ann, bob}) == 3
+
+
 async def test_nothing_of_it_is_in_the_queue(place: Place) -> None:
     await place.say(await place.key(), HI)
     for name in ("groups", "episodes", "segments", "queue"):

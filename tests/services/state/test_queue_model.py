@@ -534,6 +534,7 @@ def model(redis_server: RedisServer) -> Iterator[type[QueueModel]]:
         QueueModel.url, QueueModel.num_steps = redis_server.url, 0
         yield QueueModel
         redis.config_set("appendfsync", "always")
+        redis.function_flush()  # a test may have broken them
 
 
 @pytest.mark.timeout(900)
