@@ -33,7 +33,8 @@ header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, wi
 below is refused. With `agent.unsupported: say` a job has what would be refused passed over, and named in the same
 header: but for what stands in the conversation itself, and for what an answer is of no use without (`vital`); talk
 keys, which belong to no entry of a job's environments, have it refused always. The name
-of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise.
+of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise. An
+answer to a talk key has the header `x-gspo-trace`, which names the conversation that keeps it.
 
 Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
 tokens. Their `id` (Gemini's `responseId`) is that of the turn, for a reward of its own.
