@@ -244,16 +244,20 @@ class Loop:
         return claim
 
     async def play(self) -> None:
-        """Everything that is leased out, until cancelled."""
+        """Everything that is leased out, until cancelled.
+
+        A fork is played beside its parent: under one name the two would fence each other for ever.
+        """
+        name = f"player of {self.job}"
         while True:
             with contextlib.suppress(Fenced):
-                token = await self.bus.join("player")
+                token = await self.bus.join(name)
                 while True:
                     with contextlib.suppress(JobNotFound):  # a server that was wiped is given its jobs back later
                         await self.store.environments.describe(self.job, 0, DESCRIPTION)
-                    await self.bus.beat("player", token)
+                    await self.bus.beat(name, token)
                     await self.bus.reap(self.job)
-                    for lease in await self.bus.lease(self.job, "player", token, 8):
+                    for lease in await self.bus.lease(self.job, name, token, 8):
                         await self._play(lease, token)
                     await asyncio.sleep(0.02)
 
