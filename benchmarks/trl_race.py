@@ -8,7 +8,8 @@ the whole stack that `make demo` starts. One after the other, on the same cores,
 leave their weights after every step; one judge measures them afterwards, out of the time. Before any time is compared,
 TRL's first batch is held against our tokens (`race.tokens`).
 
-What has run is kept under ``--work`` and not run again unless ``--again`` is said. Results: ``results/trl_race.*``.
+What has run is kept under ``--work`` and not run again unless ``--again`` is said. Results: ``results/trl_race.*``;
+with ``--by-steps``, for runs that had other programs beside them, ``results/trl_race_steps.*``, without any times.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.race import by_steps
+from benchmarks.race import report as by_time
 from benchmarks.race.clock import CpuTime, SideFailed, run_watched
 from benchmarks.race.judge import Judge
-from benchmarks.race.report import page, plot
 from benchmarks.race.setting import CannotRace, RaceSetting, write_orders
 from benchmarks.race.tokens import NotTheSameTask, check_tokens
 from benchmarks.trl_venv import TRL, NoTRL, make_trl_environment
@@ -36,6 +40,7 @@ from examples.demo.model import make_demo_model
 from gspo_core.job_spec import JobSpec
 
 RESULTS = Path(__file__).parent / "results" / "trl_race"
+STEPS = RESULTS.with_name("trl_race_steps")
 ROOT = Path(__file__).parents[1]
 TARGETS = (0.8, 0.9)
 SIDES = ("trl", "ours")
@@ -143,6 +148,10 @@ def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
         "tasks": arguments.tasks,
         "episodes_per_task": arguments.episodes_per_task,
         "judged_at": sorted(arguments.judge_at),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout.strip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
 
@@ -157,8 +166,11 @@ def main() -> int:
     parser.add_argument("--judge-at", type=int, nargs="+", default=JUDGED_AT, metavar="STEP")
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of each judgement")
     parser.add_argument("--episodes-per-task", type=int, default=2)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="without a suffix")
+    parser.add_argument("--by-steps", action="store_true", help="report what a step teaches; no times")
+    parser.add_argument("--results", type=Path, help="without a suffix")
     arguments = parser.parse_args()
+    report = by_steps if arguments.by_steps else by_time
+    results = arguments.results or (STEPS if arguments.by_steps else RESULTS)
     arguments.work = arguments.work.resolve()
     os.sched_setaffinity(0, arguments.cores)
     try:
@@ -173,10 +185,11 @@ def main() -> int:
     except (NoTRL, CannotRace, SideFailed, NotTheSameTask) as error:
         print(f"trl_race: {error}", file=sys.stderr)
         return 1
-    arguments.results.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    arguments.results.with_suffix(".md").write_text(page(found))
-    plot(found, arguments.results.with_suffix(".png"))
-    print(page(found))
+    page, picture = report.page(found), results.with_suffix(".png")
+    results.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    results.with_suffix(".md").write_text(page)
+    report.plot(found, picture)
+    print(page)
     return 0
 
 

@@ -80,14 +80,14 @@ def page(found: Mapping[str, Any]) -> str:
         betas=" / ".join(f"{value:g}" for value in first["setting"]["betas"]),
         judged_at=", ".join(map(str, found["judged_at"])),
         deviation=100 * (0.85 * 0.15 / num_judged) ** 0.5,
-        targets=_table(
+        targets=table(
             ("seed", "target", "TRL: step", "wall", "CPU", "ours: step", "wall", "CPU", "faster (wall)", "(CPU)"),
             (row for seed, race in races.items() for row in _target_rows(seed, race)),
         ),
         verdict=_verdict(races, found["cores"]),
         reading=ON_ONE_CORE if found["cores"] == 1 else ON_SEVERAL,
         picture="trl_race.png",
-        whole=_table(
+        whole=table(
             ("seed", "", "before", "after", "wall", "CPU", "wall a step", "CPU a step", "loading, not counted", "load"),
             (_whole_row(seed, side, race[side]) for seed, race in races.items() for side in ("trl", "ours")),
         ),
@@ -98,7 +98,7 @@ def page(found: Mapping[str, Any]) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 

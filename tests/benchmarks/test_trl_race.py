@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.race.by_steps import crossing, over_all_steps, page
 from benchmarks.race.clock import CpuTime
 from benchmarks.race.setting import CannotRace, RaceSetting, trl_arguments, trl_rows
 from environments import calculator
@@ -109,3 +111,34 @@ def test_who_has_ended_by_the_next_look_is_not_counted_as_its_parent(tmp_path: P
     looks = [(0, {"parent": 0, "child": 0}), (10, {"parent": 1, "child": 9}), (11, {"parent": 10})]
     path.write_text("".join(json.dumps({"at": at, "by": by}) + "\n" for at, by in looks))
     assert CpuTime(path).by_process(0, 10.5) == {"child": 9, "parent": 1}
+
+
+def judged(*success: float) -> list[dict[str, float]]:
+    return [{"step": step, "success": value} for step, value in enumerate(success)]
+
+
+def test_a_target_is_reached_where_three_judgements_in_a_row_reach_it() -> None:
+    assert crossing(judged(0.9, 0.9, 0.6, 0.9, 0.9, 0.9, 0.9), 0.9) == 4, "what was before training counts for nothing"
+    assert crossing(judged(0.2, 0.95, 0.7, 0.75, 0.9), 0.8) == 2, "the mean of the three counts, not each of them"
+    assert crossing(judged(0.2, 0.5, 0.95, 0.95), 0.9) is None
+    assert crossing(judged(0.2, 0.95), 0.9) is None
+
+
+def test_the_page_by_steps_compares_the_sides_of_each_seed() -> None:
+    def race(trl: list[float], ours: list[float]) -> dict[str, Any]:
+        setting = asdict(RaceSetting.of(job()))
+        return {"setting": setting, "trl": {"points": judged(*trl)}, "ours": {"points": judged(*ours)}}
+
+    steady, late = [0.2, *[0.8] * 8], [0.2, 0.2, 0.2, *[0.8] * 6]
+    found = {
+        "races": {"1": race(steady, late), "2": race(steady, late), "3": race(late, late)},
+        "versions": {"trl": "9.9.9"},
+        **{"tasks": 10, "episodes_per_task": 2, "judged_at": [1, 2], "commit": "abc", "date": "2026-01-01"},
+    }
+    assert over_all_steps(judged(*late)) == pytest.approx((0.2 + 0.2 + 0.5 + 5 * 0.8) / 8)
+    told = page(found)
+    assert "| 1 | 20.0% | 76.2% | 61.2% | 2 | 4 | never | never | never | never |" in told
+    assert "80%: 1.59 times TRL's steps" in told
+    assert "3 of 3 seeds, 95 %), 4 for 2 steps in the median; never reached by TRL in 0" in told
+    assert "The aim of 1.2 is NOT met" in told
+    assert "90%: reached by both in 0 of 3 seeds." in told
