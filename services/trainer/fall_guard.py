@@ -2,7 +2,8 @@
 
 Rule: it acts at a step boundary, by what a user could do too: a change of live settings, which the batch log records,
 and a history that forks off at an earlier checkpoint, where nothing is removed. So every step can be trained again
-from the files. Once it has acted, the run is compared with what it does from then on: one fall is answered once.
+from the files. Once it has acted, the run is compared with what it does from then on, by later trainers too: one fall
+is answered once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from services.state.refusals import Conflict
 from services.state.store import IllegalTransition
 from services.trainer.groups.run_context import RunContext
 from services.trainer.telling.best_evaluation import MEAN, BestEvaluation, Evaluated
+
+EVENTS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,27 @@ class FallGuard:
         return self._context.spec.watchdog.on_fall == "go_back"
 
     async def recall(self) -> None:
-        """Load the evaluations of earlier trainers; those beyond the present step are of a history that was left."""
-        rows = await self._context.services.store.metrics.read(self._context.job)
-        for row in rows:
-            if row["step"] <= self._context.lineage.step:
+        """Load the evaluations of earlier trainers, without those that came before an answer to a fall; those beyond
+        the present step are of a history that was left."""
+        answered = await self._answered_after()
+        for row in await self._context.services.store.metrics.read(self._context.job):
+            if answered < row["step"] <= self._context.lineage.step:
                 self._evaluations.compare(int(row["step"]), row)
+
+    async def _answered_after(self) -> int:
+        """The step after which the run was last slowed where it stood; -1 if it never was."""
+        found, read, job = -1, self._context.services.store.events.read, self._context.job
+        events = await read(job, count=EVENTS_AT_ONCE)
+        while events:
+            for event in events:
+                if (
+                    event.type == "alert"
+                    and event.data["kind"] == "fall_answered"
+                    and event.data.get("back_to") is None
+                ):
+                    found = int(event.data["step"])
+            events = await read(job, events[-1].id, count=EVENTS_AT_ONCE)
+        return found
 
     def expect(self, step: int) -> None:
         self._expected.add(step)
@@ -90,13 +109,14 @@ class FallGuard:
         if place is None:
             self._evaluations = BestEvaluation()
             more = "; no checkpoint of that time is left to go back to" if self._goes_back else ""
-            await self._context.alert("fall_answered", said + more)
+            await self._context.alert("fall_answered", said + more, back_to=None)
             return
         # An epoch that no trainer ever has: raised first, so that whoever claims the job next does not begin it too.
         jobs, claim = self._context.services.store.jobs, self._context.claim
         epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1)
         await asyncio.to_thread(self._context.services.checkpoints.go_back, epoch, place)
-        await self._context.alert("fall_answered", f"{said}, and the job goes on from step {place.step}")
+        said += f", and the job goes on from step {place.step}"
+        await self._context.alert("fall_answered", said, back_to=place.step)
         self._context.phase.leave()
 
     def _place_of(self, step: int) -> Position | None:

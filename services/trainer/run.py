@@ -15,7 +15,7 @@ nothing is sampled twice. It resamples only steps whose logs are lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -174,33 +174,30 @@ class JobRun:
         batches = fed_batches(self._services.job_dir, self._spec, self._lineage.step)
         if (first := next(batches, None)) is None:
             return False
-        await self._services.status.started()
-        for batch in chain([first], batches):
-            if await self._is_over(learner):
-                break
-            await self._step_on(learner, batch)
-            if self._spec.has_checkpoint(self._lineage.step):
-                await self._checkpoint(learner)
-        if not await self._is_over(learner):
+        if not await self._ends_on(learner, chain([first], batches)):
+            self.phase.enter(Phase.WAITING)
             return False
-        await self._save_the_rest(learner)
+        await self._close(learner)
         return True
 
     async def _train_recorded(self, learner: AnyLearner) -> None:
         """Take the steps of a job that is trained on recorded episodes and on nothing else."""
+        await self._ends_on(learner, fed_batches(self._services.job_dir, self._spec, self._lineage.step))
+        await self._close(learner)
+
+    async def _ends_on(self, learner: AnyLearner, batches: Iterator[LoggedBatch]) -> bool:
+        """Train on the batches of another job; return whether the run is over before it needs any other."""
         await self._services.status.started()
         self.phase.enter(Phase.STEPPING)
-        batches = fed_batches(self._services.job_dir, self._spec, self._lineage.step)
         while not await self._is_over(learner):
             if await self._hold():
                 continue
             if (batch := await asyncio.to_thread(next, batches, None)) is None:
-                break
+                return self.phase.is_cut_short
             await self._step_on(learner, batch)
             if self._spec.has_checkpoint(self._lineage.step):
                 await self._checkpoint(learner)
-        self.phase.enter(Phase.CLOSING)
-        await self._save_the_rest(learner)
+        return True
 
     async def _step_on(self, learner: AnyLearner, logged: LoggedBatch) -> None:
         """Take a step on a batch of another job: logged as the job's own, with its own settings."""
@@ -255,15 +252,15 @@ class JobRun:
         await self._admission.admit()
         self.phase.enter(Phase.STEPPING)
         await self._take_steps(learner, evaluator)
-        self.phase.enter(Phase.CLOSING)
-        await self._save_the_rest(learner)
+        await self._close(learner)
         if self.phase.is_cut_short:
             return
         await services.engines.wait_for(self._context.newest)
         await evaluator.finish()
         await evaluator.play(self._lineage.step, self._context.newest.version)
 
-    async def _save_the_rest(self, learner: AnyLearner) -> None:
+    async def _close(self, learner: AnyLearner) -> None:
+        self.phase.enter(Phase.CLOSING)
         await self._publishing.finish()
         if self._saved_step < self._lineage.step and self.phase.saves:
             await self._checkpoint(learner)

@@ -88,6 +88,7 @@ class RunContext:
         owed = set(self.lineage.owed())
         return len(owed) - len(self.late.waiting(owed)) >= self.spec.groups_per_step
 
-    async def alert(self, kind: AlertKind, message: str) -> None:
-        data = {"step": self.lineage.step, "kind": kind, "message": message}
+    async def alert(self, kind: AlertKind, message: str, **more: int | None) -> None:
+        """``more``: what a later trainer has to know of it."""
+        data = {"step": self.lineage.step, "kind": kind, "message": message, **more}
         await self.services.store.events.add(self.job, "alert", data, token=self.token)

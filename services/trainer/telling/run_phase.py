@@ -24,6 +24,7 @@ class Phase(StrEnum):
     WAITING = "waiting"
     """Waits for environments, engines and the first evaluation."""
     STEPPING = "stepping"
+    """Trains. A fork that was fed the batches of its parent waits only afterwards."""
     HELD = "held"
     """Paused by its user, between two steps."""
     CLOSING = "closing"
@@ -34,7 +35,7 @@ class Phase(StrEnum):
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.RECOVERING: frozenset({Phase.WAITING, Phase.OVER}),
     Phase.WAITING: frozenset({Phase.STEPPING, Phase.OVER}),
-    Phase.STEPPING: frozenset({Phase.HELD, Phase.CLOSING, Phase.OVER}),
+    Phase.STEPPING: frozenset({Phase.HELD, Phase.WAITING, Phase.CLOSING, Phase.OVER}),
     Phase.HELD: frozenset({Phase.STEPPING, Phase.OVER}),
     Phase.CLOSING: frozenset({Phase.OVER}),
     Phase.OVER: frozenset(),

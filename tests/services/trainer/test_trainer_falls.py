@@ -52,9 +52,16 @@ def speak(learner: Learner, *, well: bool) -> None:
 
 
 async def run_with_a_fall(
-    redis: Redis, root: Path, model_dir: Path, patch: pytest.MonkeyPatch, **watchdog: Any
+    redis: Redis,
+    root: Path,
+    model_dir: Path,
+    patch: pytest.MonkeyPatch,
+    *,
+    is_handed_over: bool = False,
+    **watchdog: Any,
 ) -> tuple[Loop, JobRecord, list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Good from step 2 on, bad from step 4 on; also the alerts and the metrics by step."""
+    """Good from step 2 on, bad from step 4 on; also the alerts and the metrics by step. ``is_handed_over``: once the
+    fall was answered, to another trainer."""
     spec = loop_spec(
         model_dir,
         steps=STEPS,
@@ -71,10 +78,14 @@ async def run_with_a_fall(
 
     async with a_loop(redis, root, spec, patch) as loop:
 
-        async def plant(_: JobRun, step: int) -> None:
+        async def plant(run: JobRun, step: int) -> None:
             if len(made) == 1 and step in (GOOD_AFTER, FALLS_AFTER):
                 await evaluated(loop, step)
                 speak(made[0], well=step == GOOD_AFTER)
+            if is_handed_over and len(made) == 1 and step > FALLS_AFTER:
+                await evaluated(loop, FALLS_AFTER + 1)
+                if (await loop.store.jobs.get(loop.job)).settings:
+                    run.phase.leave()
 
         hooks.append(plant)
         await serve(loop, make)
@@ -104,7 +115,7 @@ async def test_a_fall_is_told_and_nothing_else_happens(
 async def test_a_run_that_falls_is_slowed_once(
     redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"on_fall": "slow", "slow_by": 0.25}
+    given: dict[str, Any] = {"on_fall": "slow", "slow_by": 0.25}
     _, job, alerts, metrics = await run_with_a_fall(redis_client, tmp_path / "jobs", model_dir, monkeypatch, **given)
     [answer] = [alert for alert in alerts if alert["kind"] == "fall_answered"]
     assert f"after step {FALLS_AFTER + 1}; it was 1 after step" in answer["message"]
@@ -113,10 +124,23 @@ async def test_a_run_that_falls_is_slowed_once(
     assert (metrics[FALLS_AFTER]["learner/lr"], metrics[STEPS]["learner/lr"]) == (1e-6, 2.5e-7)
 
 
+async def test_a_fall_that_was_answered_is_not_answered_again_by_the_next_trainer(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures the run before it trains, and knows the evaluations of the one before."""
+    given: dict[str, Any] = {"on_fall": "slow", "slow_by": 0.25, "is_handed_over": True}
+    _, job, alerts, metrics = await run_with_a_fall(redis_client, tmp_path / "jobs", model_dir, monkeypatch, **given)
+    [answer] = [alert for alert in alerts if alert["kind"] == "fall_answered"]
+    assert answer["back_to"] is None
+    assert len(job.attempts) == 2
+    assert metrics[STEPS][MEAN] < 0.1, "it has not come back"
+    assert (job.status, job.settings) == (JobStatus.SUCCEEDED, {"optimizer.lr": 2.5e-7})
+
+
 async def test_a_run_that_falls_goes_back_to_its_best_evaluation(
     redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"on_fall": "go_back"}
+    given: dict[str, Any] = {"on_fall": "go_back"}
     loop, job, alerts, metrics = await run_with_a_fall(redis_client, tmp_path / "jobs", model_dir, monkeypatch, **given)
     [answer] = [alert for alert in alerts if alert["kind"] == "fall_answered"]
     back = GOOD_AFTER + 1

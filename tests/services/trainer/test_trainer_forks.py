@@ -8,6 +8,7 @@ import hashlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -22,7 +23,10 @@ from services.files.checkpoints import CheckpointStore
 from services.files.erasing import erase, of_member
 from services.files.job_dir import JobDir
 from services.files.origin import plan
+from services.state.jobs import CancelManner
+from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
+from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import (
     Loop,
     a_loop,
@@ -56,6 +60,23 @@ async def played(loop: Loop) -> AsyncIterator[None]:
         yield
     finally:
         await stop(task)
+
+
+def ask_after(patch: pytest.MonkeyPatch, child: Loop, step: int, state: str, **how: Any) -> list[int]:
+    """Want ``state`` of a fork while it takes the step after this one; returns where that was asked."""
+    original, asked = JobRun._step_on, list[int]()
+
+    async def taken(run: JobRun, *args: Any) -> None:
+        await original(run, *args)
+        if run._lineage.step == step and not asked:
+            asked.append(step)
+            job = await child.store.jobs.set_desired_state(child.job, state, **how)
+            assert job.desired_state == state
+            if "manner" in how:
+                run.phase.cancel(how["manner"])
+
+    patch.setattr(JobRun, "_step_on", taken)
+    return asked
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -108,6 +129,34 @@ async def test_a_fork_that_is_fed_its_parents_batches_ends_at_its_parents_weight
     answer = replay(Past(child.job_dir), ReplayQuestion(4, 5))
     assert answer.is_same
     assert [len(one.versions) for one in answer.steps] == [1, 1]
+
+
+async def test_a_fork_that_is_fed_is_paused_between_two_steps(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=5), monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 0, same_batches=True))
+        asked = ask_after(monkeypatch, child, 2, "paused")
+        serving = asyncio.create_task(serve(child))
+        async with asyncio.timeout(HANG_S):
+            while (job := await loop.store.jobs.get(child.job)).status != "paused" or job.step < 2:  # told later
+                await asyncio.sleep(0.02)
+        assert (asked, job.step) == ([2], 2)
+        await loop.store.jobs.set_desired_state(child.job, "running")
+        await serving
+    assert fingerprint(saved(child)) == fingerprint(saved(loop))
+
+
+async def test_a_fork_that_is_fed_saves_its_step_before_it_is_cancelled(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=5), monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 0, same_batches=True, checkpoint_every=100))
+        ask_after(monkeypatch, child, 3, "cancelled", manner=CancelManner.NOW_WITH_CHECKPOINT)
+        await serve(child, ends="cancelled")
+    assert [at.step for at in CheckpointStore(JobDir(child.job_dir)).positions()] == [3]
 
 
 async def test_when_its_parents_batches_are_used_up_a_fork_samples_its_own(
