@@ -50,7 +50,7 @@ from gspo_core.server_events import parse_events
 if TYPE_CHECKING:
     import httpx
 
-    from gspo_core.environment_records import Description
+    from gspo_core.environment_records import EnvironmentDescription
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -376,7 +376,7 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         path = _environment_path(reference, "/tasks")
         return self._ask(TaskList, "GET", path, params=params, timeout=EXAMINATION_S)["tasks"]
 
-    def environment_schema(self, reference: str) -> Description:
+    def environment_schema(self, reference: str) -> EnvironmentDescription:
         """Its tools and limits, as a policy sees them."""
         path = _environment_path(reference, "/schema")
         return self._ask(SchemaAnswer, "GET", path, timeout=EXAMINATION_S)["description"]

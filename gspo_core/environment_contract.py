@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.reported_numbers import check_name, check_room, check_size
@@ -237,10 +237,10 @@ class Environment(Protocol):
 
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> Session: ...
 
-    def describe(self) -> Description: ...
+    def describe(self) -> EnvironmentDescription: ...
 
 
-def description(environment: Environment, system_prompt: str | None = None) -> Description:
+def description(environment: Environment, system_prompt: str | None = None) -> EnvironmentDescription:
     return {
         "name": environment.name,
         "num_tasks": {str(split): environment.num_tasks(split) for split in Split},

@@ -11,7 +11,7 @@ from gspo_core.messages import Message, ToolSchema
 Measured: TypeAlias = float | Sequence[str] | Sequence[float] | Mapping[str, float]
 
 
-class Description(TypedDict):
+class EnvironmentDescription(TypedDict):
     """What others need to know of an environment without running its code."""
 
     name: str

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
 from gspo_core.environment_contract import Phase, PhaseLimits, description
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 
@@ -84,7 +84,7 @@ class RemoteEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> RemoteSession:
         return RemoteSession(self, limits or Timeouts())
 
-    def describe(self) -> Description:
+    def describe(self) -> EnvironmentDescription:
         return description(self)
 
 

@@ -38,7 +38,7 @@ from gspo_core.environment_contract import (
     Timeouts,
     description,
 )
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.evidence import RESULT, TASK, gathered
 from gspo_core.json_value import JSON
 from gspo_core.messages import ParsedTurn, ToolSchema
@@ -144,7 +144,7 @@ class AgentEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> LocalAgentSession:
         return LocalAgentSession(self, limits or Timeouts(), episode_id)
 
-    def describe(self) -> Description:
+    def describe(self) -> EnvironmentDescription:
         return description(self)
 
     def judge(self) -> Callable[..., object]:

@@ -18,7 +18,7 @@ from gspo_core.env.session import PlainSession
 from gspo_core.env.tasks import TASK_MEMBERS, EnvironmentTasks, read_tasks
 from gspo_core.env.tools import Tool, error_text
 from gspo_core.environment_contract import InvalidEnvironment, PhaseLimits, Timeouts, description
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from gspo_core.types import Split
@@ -80,7 +80,7 @@ class PlainEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> PlainSession:
         return PlainSession(self, limits or Timeouts(), episode_id)
 
-    def describe(self) -> Description:
+    def describe(self) -> EnvironmentDescription:
         return description(self, self.system_prompt)
 
     def make(self) -> Any:

@@ -31,7 +31,7 @@ from gspo_core.environment_contract import (
     Timeouts,
     description,
 )
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema
 from gspo_core.types import Split
@@ -170,7 +170,7 @@ class TrlEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> TrlSession:
         return TrlSession(self, limits or Timeouts(), episode_id)
 
-    def describe(self) -> Description:
+    def describe(self) -> EnvironmentDescription:
         return description(self)
 
     def _wrap(self, key: str, factory: Callable[[], object]) -> PlainEnvironment:

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Literal, Required, TypedDict
 
-from gspo_core.api_answers import NOT_LOADED
+from gspo_core.answer_parts import NOT_LOADED
 from gspo_core.env import AgentStart, Environment, EnvironmentFailed, InvalidEnvironment, load_environment
 from gspo_core.env.loading import UnreachableEnvironment
 from gspo_core.environment_records import CheckRecord, JudgedRecord, Starts

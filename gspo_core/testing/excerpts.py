@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from gspo_core.api_answers import TrialCall, TrialEntry
+from gspo_core.answer_parts import TrialCall, TrialEntry
 from gspo_core.env import Environment, ParsedTurn, Timeouts, ToolCall
 from gspo_core.environment_records import FirstPrompt, Starts
 from gspo_core.json_value import JSON

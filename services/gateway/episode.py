@@ -36,7 +36,7 @@ from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge,
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.tree_parts import TreePart, TreeParts
 from services.state.queue import Kept, Snapshot
-from services.state.refusals import Erased
+from services.state.refusals import EpisodeErased
 from services.workers.setting import EpisodeSetting, EpisodeSpec
 
 # What is sampled behind a turn's end is thrown away, so where a text or a call may be one, pieces are as long as what
@@ -522,7 +522,7 @@ class AgentEpisode:
     @property
     def is_erased(self) -> bool:
         """As far as is known here: it is told with the next write."""
-        return self.failure.done() and isinstance(self.failure.result(), Erased)
+        return self.failure.done() and isinstance(self.failure.result(), EpisodeErased)
 
     def _lost(self) -> Refusal:
         """Why nothing more is answered here after the failure."""

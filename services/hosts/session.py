@@ -25,7 +25,7 @@ from gspo_core.environment_contract import (
     Start,
     Timeouts,
 )
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
@@ -119,8 +119,8 @@ class HostedEnvironment:
         kind = HostedAgentSession if self.pool.description.is_agent else HostedSession
         return kind(self, limits or Timeouts(), episode_id, self._count)
 
-    def describe(self) -> Description:
-        return cast(Description, dict(self.pool.description.describe))
+    def describe(self) -> EnvironmentDescription:
+        return cast(EnvironmentDescription, dict(self.pool.description.describe))
 
 
 class HostedSession:

@@ -182,7 +182,7 @@ class Order(Boot, Place):
     """The first frame to a host."""
 
 
-class ForkRequest(TypedDict, total=False):
+class ForkCommand(TypedDict, total=False):
     """To a host that has loaded its environment: one of these."""
 
     fork: int

@@ -213,7 +213,7 @@ class Bus:
     async def erase(self, key: EpisodeKey) -> ErasedWord:
         """Delete all that was read and said in an episode, whatever its stage; it has then ended without an outcome.
 
-        Its group goes on without it. Whoever works at the episode is told ``Erased``. For any process that may.
+        Its group goes on without it. Whoever works at the episode is told ``EpisodeErased``. For any process that may.
         """
         word: bytes = await self._functions.call("erase_episode", bus_keys(key.job), member_name(key))
         return ErasedWord(word.decode())

@@ -32,10 +32,10 @@ class Fenced(Refused):
 
     @classmethod
     def of(cls, detail: str) -> Refused:
-        return Erased(detail) if detail.startswith(ERASED) else cls(detail)
+        return EpisodeErased(detail) if detail.startswith(ERASED) else cls(detail)
 
 
-class Erased(Fenced):
+class EpisodeErased(Fenced):
     """The episode was erased while it was played: it has ended, for whoever plays it too."""
 
     advice = "the episode was erased; drop the work"

@@ -17,7 +17,7 @@ from gspo_core.types import EpisodeKey
 from services.episodes.policy import Drained, Interrupted
 from services.process.telemetry import get_logger
 from services.state.queue import Append, Fenced, Gap, LeasedEpisode
-from services.state.refusals import Damaged, Erased
+from services.state.refusals import Damaged, EpisodeErased
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
 from services.workers.loading import LoadedJob
@@ -181,7 +181,7 @@ class JobEpisodes:
             setting.counters.add("episodes/interrupted")
             await setting.retrier.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
         except Fenced as error:
-            setting.counters.add("episodes/erased" if isinstance(error, Erased) else "episodes/fenced")
+            setting.counters.add("episodes/erased" if isinstance(error, EpisodeErased) else "episodes/fenced")
         except Damaged:  # of its group: the queue is emptied, and the group dispatched again
             setting.counters.add("jobs/damaged")
         except Gap:

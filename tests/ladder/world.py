@@ -13,7 +13,7 @@ from itertools import groupby
 
 from gspo_core.env import EnvironmentFailed, load_environment
 from gspo_core.environment_contract import Environment, Observation, PhaseLimits, Session, Start, description
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolCall, ToolSchema
 from gspo_core.types import Split, StopReason
@@ -97,7 +97,7 @@ class SizedEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> Session:
         return SizedSession(self._inner.session(limits=limits, episode_id=episode_id), self._sizes)
 
-    def describe(self) -> Description:
+    def describe(self) -> EnvironmentDescription:
         return description(self)
 
 

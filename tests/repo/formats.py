@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_core import codec, lora_adapter
-from gspo_core.environment_records import Description
+from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.learner import state as learner_state
 from gspo_core.log import archive, batches, checkpoints, manifests, records, trained
 from gspo_core.log.lineage import Lineage
@@ -109,7 +109,7 @@ def _of_the_log() -> Iterator[Format]:
     written = [_keys(manifests.encode_manifest(example)), _keys(manifests.encode_row(example))]
     weights = [*written, shape_of(WeightsManifest)]
     yield Format("manifests of weights", "gspo_core/log/manifests.py FORMAT", manifests.FORMAT, weights)
-    of_job = [*map(shape_of, (records.AcceptedJob, records.VersionRecord, Description)), STATUS_FIELDS]
+    of_job = [*map(shape_of, (records.AcceptedJob, records.VersionRecord, EnvironmentDescription)), STATUS_FIELDS]
     yield Format("records of a job", "gspo_core/log/records.py SCHEMA", records.SCHEMA, of_job)
 
 

@@ -1,7 +1,7 @@
 """Writes what pages say that the code knows better: ``make docs``. CI writes it again, and nothing may change.
 
-docs/dialects.md as a whole, the codes in docs/failures.md, the settings in docs/operations.md, and each command's help
-in docs/commands.md.
+docs/dialects.md and gspo_core/api_answers.py as a whole, the codes in docs/failures.md, the settings in
+docs/operations.md, and each command's help in docs/commands.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from services.process.settings import PREFIX, Settings
-from tests.repo import command_page, dialects, failures
+from tests.repo import answer_shapes, command_page, dialects, failures
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -41,6 +41,7 @@ def main() -> int:
     for path, text in (
         (failures.PAGE, failures.written(failures.PAGE.read_text())),
         (dialects.PAGE, dialects.written()),
+        (answer_shapes.FILE, answer_shapes.written()),
         (OPERATIONS, with_settings(OPERATIONS.read_text())),
         (command_page.PAGE, command_page.written(command_page.PAGE.read_text())),
     ):

@@ -42,7 +42,7 @@ def shape_of(kind: Any, seen: tuple[Any, ...] = ()) -> Shape:
     if is_typeddict(kind) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = get_type_hints(kind, include_extras=True)
         names = _fields(kind, hints)
-        return _by_name([[_marked(kind, name, hints[name]), shape_of(hints[name], (*seen, kind))] for name in names])
+        return _by_name([[marked(kind, name, hints[name]), shape_of(hints[name], (*seen, kind))] for name in names])
     return _name(kind)
 
 
@@ -50,7 +50,7 @@ def _fields(kind: Any, hints: dict[str, Any]) -> list[str]:
     return [one.name for one in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(hints)
 
 
-def _marked(kind: Any, name: str, hint: Any) -> str:
+def marked(kind: Any, name: str, hint: Any) -> str:
     """A key of a ``TypedDict`` that may be missing is another key. (Python overlooks some of those in its own list.)"""
     may_be_missing = get_origin(hint) is NotRequired or (is_typeddict(kind) and name in kind.__optional_keys__)
     return f"{name}?" if may_be_missing and get_origin(hint) is not Required else name

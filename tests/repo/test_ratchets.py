@@ -21,8 +21,10 @@ from tests.repo.pages import ROOT
 LONGEST_FILE = 667
 LOOSE_ANNOTATIONS = 9.7
 """``Any``, ``object`` and mappings to JSON, in a thousand lines."""
-NAMES_WITH_SEVERAL_MEANINGS = 16
+NAMES_WITH_SEVERAL_MEANINGS = 0
 """Of classes."""
+# Written from the API's document, so it defines nothing: a name that it shares with a model has that model's meaning.
+GENERATED = {"gspo_core.api_answers"}
 FOLDER_CYCLES = 0
 LOADED = {"api": 141, "trainer": 112, "rollout": 160, "engine": 40, "trainer's attempt": 14}
 """Modules of ours that a process loads at its start."""
@@ -74,8 +76,8 @@ def classes(module: Module) -> Iterator[str]:
 
 def test_a_name_of_a_class_means_one_thing(modules: dict[str, Module]) -> None:
     places = defaultdict[str, set[str]](set)
-    for name, module in modules.items():
-        for one in classes(module):
+    for name in modules.keys() - GENERATED:
+        for one in classes(modules[name]):
             places[one].add(name)
     several = {one: sorted(where) for one, where in places.items() if len(where) > 1}
     assert len(several) <= NAMES_WITH_SEVERAL_MEANINGS, several

@@ -11,7 +11,7 @@ import asyncio
 
 from pydantic import ValidationError
 
-from gspo_core.api_answers import NOT_LOADED
+from gspo_core.answer_parts import NOT_LOADED
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused

@@ -145,7 +145,7 @@ class ForkServer:
             return False
         self._descriptors += descriptors
         for body in self._frames.feed(data):
-            request: wire.ForkRequest = json.loads(body)
+            request: wire.ForkCommand = json.loads(body)
             if "fork" in request:
                 self._fork(request["fork"])
             elif "kill" in request:

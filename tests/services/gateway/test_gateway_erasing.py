@@ -17,7 +17,7 @@ from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind
 from services.gateway.forwarding import REWARD, between_gateways
 from services.gateway.neighbours import Neighbours
 from services.state.queue_records import ErasedWord
-from services.state.refusals import Erased
+from services.state.refusals import EpisodeErased
 from services.state.store import Store
 from services.workers.episode import Episode
 from tests.services.gateway.agent_kit import AgentWorld, Client, Doors, agent_order, agent_setting, door
@@ -63,7 +63,7 @@ async def test_an_agent_that_talks_on_is_told_and_nothing_is_written(
     await table.dispatch()
     (lease,) = await table.lease()
     world = AgentWorld(agent, Doors(here), services={} if lives_elsewhere else None)
-    with pytest.raises(Erased):
+    with pytest.raises(EpisodeErased):
         await Episode(agent_setting(table, codec, policy, here), agent_order(lease, world)).run()
     if lives_elsewhere:  # else it is stopped with its episode
         assert world.services is not None

@@ -15,7 +15,7 @@ from services.state.keys import bus_keys
 from services.state.loans import Loans
 from services.state.queue import Append, Bus, Fenced, LeasedEpisode, Snapshot, Stage
 from services.state.queue_records import ErasedWord, RewardWord
-from services.state.refusals import Erased
+from services.state.refusals import EpisodeErased
 from services.state.store import Claim, Store
 
 pytestmark = pytest.mark.every_server
@@ -90,7 +90,7 @@ async def test_nothing_that_was_said_is_left_at_any_stage(
     assert SECRET not in await everything_in(redis_client)
     assert await bus.erase(ann.key) is ErasedWord.ERASED  # asked again
     assert await bus.num_queued(job) == 0
-    with pytest.raises(Erased):  # also what has ended is not found again, as a resend of its end
+    with pytest.raises(EpisodeErased):  # also what has ended is not found again, as a resend of its end
         await bus.append(job, token, [said(ann, 1, final=True)])
     (letter,) = await bus.dead_letters(job)
     assert (letter.key, letter.reason, letter.num_segments) == (ann.key, "erased", 0)
@@ -127,7 +127,7 @@ async def test_whoever_plays_it_on_is_told_and_writes_nothing(bus: Bus, claim: C
         Loans(bus._functions).offer(ann.key, token, 0, SECRET),
     )
     for write in writes:
-        with pytest.raises(Erased):
+        with pytest.raises(EpisodeErased):
             await write
     await bus.fail(ann.key, token, SECRET.decode())
     await bus.hand_back(job, token, [ann.key])
@@ -155,7 +155,7 @@ async def test_an_episode_ends_while_it_is_erased(
         answers = await asyncio.gather(*both, return_exceptions=True)
         assert ErasedWord.ERASED in answers
         refusals = [one for one in answers if isinstance(one, BaseException)]
-        assert all(isinstance(one, Erased) for one in refusals)
+        assert all(isinstance(one, EpisodeErased) for one in refusals)
         orders.add(bool(refusals))
     assert orders == {True, False}
     assert SECRET not in await everything_in(redis_client)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gspo_core.types import EpisodeKey, Split
 from services.state.queue_records import DeadLetter, PostedReward, Snapshot, Stage
-from services.state.refusals import Erased, Fenced
+from services.state.refusals import EpisodeErased, Fenced
 
 MAX_DEATHS = 3
 
@@ -148,4 +148,4 @@ class World:
 
 def fenced(episode: TwinEpisode | None, what: str) -> Fenced:
     """The refusal of whoever does not hold the episode any more."""
-    return Erased(what) if episode is not None and episode.is_erased else Fenced(what)
+    return EpisodeErased(what) if episode is not None and episode.is_erased else Fenced(what)
