@@ -103,8 +103,9 @@ class Job(TypedDict):
     attempts: list[JobAttempt]
     """The last trainers that owned it, each with what ended it."""
     parent: Parent | None
-    recorded: Recorded | None
     """What it was forked from; null for a job that began with its model."""
+    recorded: Recorded | None
+    """The recorded episodes that it is trained on; null for a job that samples its own."""
     links: dict[str, str]
 
 

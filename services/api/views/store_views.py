@@ -121,8 +121,9 @@ class JobView(View):
     attempts: list[AttemptView]
     """The last trainers that owned it, each with what ended it."""
     parent: ParentView | None
-    recorded: RecordedView | None
     """What it was forked from; null for a job that began with its model."""
+    recorded: RecordedView | None
+    """The recorded episodes that it is trained on; null for a job that samples its own."""
     links: dict[str, str]
 
 
