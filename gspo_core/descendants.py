@@ -1,4 +1,4 @@
-"""Processes that come from this one, and what becomes of them when one of the line ends.
+"""Processes that come from this one, what becomes of them when one of the line ends, and how one ended, in words.
 
 Rule: on Linux nothing that was started escapes, not even a daemon; elsewhere these functions do nothing.
 """
@@ -67,3 +67,11 @@ def _parent_of(entry: Path) -> int:
         return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+def how_it_ended(status: int) -> str:
+    """In words, of a process that was kept: its exit status, or minus the signal that ended it."""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name
+    return f"{name}: killed by itself, or for lack of memory" if name == "SIGKILL" else name

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
-from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.reported_numbers import check_name, check_room, check_size
 from gspo_core.types import Evidence, Split, StopReason
+
+if TYPE_CHECKING:
+    from gspo_core.environment_records import EnvironmentDescription
 
 Phase: TypeAlias = Literal[
     "agent", "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host",

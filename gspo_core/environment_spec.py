@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from gspo_core.acp_spec import AcpSpec
 from gspo_core.documented import Documented, FreeForm
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.outbound import MAX_URL_CHARS
+from gspo_core.placeholders import TASK_NAME, names_in
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -152,8 +152,31 @@ class HostSpec(Documented):
 
 # Of a command: more than any shell would be given, less than what makes a record large.
 MAX_WORDS, MAX_WORD_CHARS = 64, 4096
+MAX_PROMPT_CHARS = 65_536
 
 _Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_WORD_CHARS, pattern=r"^[^\x00]+$")]
+
+
+def _prompt(text: str) -> str:
+    for name in names_in(text):
+        if not TASK_NAME.fullmatch(name):
+            raise ValueError(f"there is no {{{{{name}}}}}; use {{{{task}}}} or {{{{task.FIELD}}}}")
+    return text
+
+
+class AcpSpec(Documented):
+    """The program of `command` speaks the Agent Client Protocol, version 1, on its stdin and stdout."""
+
+    prompt: (
+        Annotated[str, StringConstraints(min_length=1, max_length=MAX_PROMPT_CHARS), AfterValidator(_prompt)] | None
+    ) = None
+    """What it is asked; `{{task}}` and `{{task.FIELD}}` become the task. Left out: the texts in the task's field
+    `prompts` one after another, or the text in its field `prompt` or `question`, else the task as JSON."""
+    permissions: Literal["allow", "reject"] = "allow"
+    """What it is answered when it asks whether it may use a tool."""
+    login: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """The method of authentication that is named to it before its session begins, such as `gemini-api-key`. Left out:
+    none."""
 
 
 class AgentSpec(Documented):

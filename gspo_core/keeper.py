@@ -41,14 +41,6 @@ def main() -> None:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def how_it_ended(status: int) -> str:
-    """In words, of a process that was kept: its exit status, or minus the signal that ended it."""
-    if status >= 0:
-        return f"exit status {status}"
-    name = signal.Signals(-status).name
-    return f"{name}: killed by itself, or for lack of memory" if name == "SIGKILL" else name
-
-
 def _wait_for(running: int) -> int:
     while True:
         pid, status = os.waitpid(-1, 0)

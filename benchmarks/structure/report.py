@@ -111,7 +111,7 @@ REVISION` says where the lines went since then, `--keep after` writes the column
 - **Floors** are the layers of that graph with its cycles condensed: a room stands one floor above the highest that it
   imports. Cycles hide floors, so read both rows together.
 - What a process **loads at its start** follows the imports at the top of modules, packages included. Those for type
-  checking count: `gspo_core.spec` declares there what it loads on first use. The number is that of `sys.modules`.
+  checking count only where a module loads them on first use (`gspo_core.spec`). The number is that of `sys.modules`.
 - **Lines** are those of Python files below `gspo_core`, `environments` and `services`, with comments and blank lines.
 - **Annotations** are those of parameters, results and variables.
 - A **function**'s lines go from its `def` to its end.

@@ -47,14 +47,13 @@ def read_modules(root: Path, folders: tuple[str, ...] = PRODUCT) -> dict[str, Mo
     return modules
 
 
-def imports_of(module: Module, known: dict[str, Module], *, at_start: bool = False) -> set[str]:
+def imports_of(module: Module, known: dict[str, Module], *, at_start: bool = False, for_types: bool = True) -> set[str]:
     """The known modules that ``module`` names in an import statement, whether inside a function or for type checking.
 
-    ``at_start`` leaves out functions. Imports for type checking stay in: ``gspo_core.spec`` declares there what it
-    loads on first use, and with them the closure of each process equals its ``sys.modules`` (a test compares both).
+    ``at_start`` leaves out functions, ``for_types=False`` what stands below ``if TYPE_CHECKING:``.
     """
     found = set()
-    for statement in _import_statements(module.tree, inside_functions=not at_start):
+    for statement in _import_statements(module.tree, inside_functions=not at_start, for_types=for_types):
         for target in _targets(statement, module.package):
             name = target
             while name and name not in known:
@@ -64,12 +63,17 @@ def imports_of(module: Module, known: dict[str, Module], *, at_start: bool = Fal
     return found
 
 
-def _import_statements(node: ast.AST, *, inside_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+def _import_statements(
+    node: ast.AST, *, inside_functions: bool, for_types: bool
+) -> Iterator[ast.Import | ast.ImportFrom]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
+        elif not for_types and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            otherwise = ast.Module(child.orelse, [])
+            yield from _import_statements(otherwise, inside_functions=inside_functions, for_types=for_types)
         elif inside_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _import_statements(child, inside_functions=inside_functions)
+            yield from _import_statements(child, inside_functions=inside_functions, for_types=for_types)
 
 
 def _targets(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
@@ -85,7 +89,11 @@ def _targets(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
 
 
 def imported_at_start(start: str, modules: dict[str, Module]) -> set[str]:
-    """Every module of ours that ``python -m start`` loads before it does anything, packages included."""
+    """Every module of ours that ``python -m start`` loads before it does anything, packages included.
+
+    A test compares it with ``sys.modules``. What a module names for type checking is not loaded, unless it loads that
+    when one of its names is first used, as ``gspo_core.spec`` does: whoever imports such a name has it loaded.
+    """
     loaded: set[str] = set()
     waiting = [start]
     while waiting:
@@ -93,8 +101,13 @@ def imported_at_start(start: str, modules: dict[str, Module]) -> set[str]:
         if name in loaded:
             continue
         loaded.add(name)
-        waiting += imports_of(modules[name], modules, at_start=True)
+        module = modules[name]
+        waiting += imports_of(module, modules, at_start=True, for_types=_loads_on_first_use(module))
         parent = name.rpartition(".")[0]
         if parent in modules:
             waiting.append(parent)
     return loaded
+
+
+def _loads_on_first_use(module: Module) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in module.tree.body)

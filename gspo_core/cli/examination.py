@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING
 
+from gspo_core.descendants import how_it_ended
 from gspo_core.json_value import JSON
-from gspo_core.keeper import how_it_ended
 
 if TYPE_CHECKING:
     from gspo_core.testing import Check, EnvironmentReport

@@ -21,6 +21,10 @@ class DamagedRecord(Exception):
     """A record is not what was written, or a later release wrote it."""
 
 
+class RecordConflict(Exception):
+    """The name exists with another content."""
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptedJob:
     spec: str

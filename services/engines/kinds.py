@@ -1,7 +1,8 @@
 """The kinds of engines there are, and how an address becomes an engine.
 
 Rule: a kind is one line in ``KINDS``; nothing else in the system names it. An address without a kind is of the default
-one; ``KIND+http://host:port`` names another. It does not know where engines are or who may use them.
+one; ``KIND+http://host:port`` names another, whose client is loaded with the first such address. It does not know
+where engines are or who may use them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from services.engines.errors import NoSuchKind
+from services.engines.http_engine import open_http
 from services.engines.keys import NO_KEYS, EngineKeys
 from services.engines.protocol import Connect, Engine
 from services.engines.sglang import open_sglang
-from services.engines.vllm import open_vllm
 
 OpenKind = Callable[[int, EngineKeys], AbstractAsyncContextManager[Connect]]
 """From a number of connections per engine, and keys, to a context that connects to engines of the kind."""
 
+
+@asynccontextmanager
+async def _open_vllm(max_connections: int, keys: EngineKeys) -> AsyncIterator[Connect]:
+    async with open_http(max_connections=max_connections) as http:
+
+        def connect(url: str) -> Engine:
+            from services.engines.vllm import VllmClient  # loaded with the first address: most installations have none
+
+            return VllmClient(url, http, keys.for_engine(url))
+
+        yield connect
+
+
 DEFAULT_KIND = "sglang"
 KINDS: Mapping[str, OpenKind] = {
     DEFAULT_KIND: open_sglang,
-    "vllm": open_vllm,
+    "vllm": _open_vllm,
 }
 
 

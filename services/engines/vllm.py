@@ -14,7 +14,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -34,13 +34,11 @@ from services.engines.http_engine import (
     GENERATE_TIMEOUT,
     Body,
     HttpEngine,
-    open_http,
     tokens_problem,
 )
-from services.engines.keys import NO_KEYS, EngineKeys, is_routable
+from services.engines.keys import is_routable
 from services.engines.protocol import (
     Capabilities,
-    Connect,
     EngineInfo,
     EngineLoad,
     FinishReason,
@@ -171,13 +169,6 @@ class _Loaded(msgspec.Struct):
 
 class _Flushed(msgspec.Struct):
     success: bool
-
-
-@contextlib.asynccontextmanager
-async def open_vllm(max_connections: int, keys: EngineKeys = NO_KEYS) -> AsyncIterator[Connect]:
-    """Connects to engines while it is open; all of them share one pool."""
-    async with open_http(max_connections=max_connections) as http:
-        yield lambda url: VllmClient(url, http, keys.for_engine(url))
 
 
 class VllmClient(HttpEngine):

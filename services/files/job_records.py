@@ -7,6 +7,7 @@ what a server has forgotten (``rebuild`` does) and holds no weights, batches or 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,38 @@ from gspo_core.log.records import (
     SCHEMA,
     AcceptedJob,
     DamagedRecord,
+    RecordConflict,
     VersionRecord,
     decode_metrics,
     decode_record,
     encode_record,
 )
 from gspo_core.position import Position
+from services.files.disk_space import write_when_there_is_room
 from services.files.durable import make_directory, remove_directory, write_once
-from services.files.job_dir import JobDir, numbered_in, versions_in
+from services.files.job_dir import JobDir, JobsDir, numbered_in, versions_in
 
-__all__ = ["AcceptedJob", "DamagedRecord", "JobRecords", "RecordConflict", "VersionRecord", "reported_steps"]
+__all__ = [
+    "AcceptedJob",
+    "DamagedRecord",
+    "JobRecords",
+    "RecordConflict",
+    "SavedJobs",
+    "VersionRecord",
+    "reported_steps",
+]
 
 
-class RecordConflict(Exception):
-    """The name exists with another content."""
+class SavedJobs:
+    """The records of all jobs. ``waits_for_room``: ``write`` waits where the disk is full, instead of raising."""
+
+    def __init__(self, jobs_dir: JobsDir, *, waits_for_room: bool = False) -> None:
+        self._jobs_dir = jobs_dir
+        self.remove = jobs_dir.remove
+        self.write = write_when_there_is_room if waits_for_room else asyncio.to_thread
+
+    def of(self, job: str) -> JobRecords:
+        return JobRecords(self._jobs_dir.job(job))
 
 
 class JobRecords:

@@ -7,18 +7,20 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from environments.sandbox.contract import Sandboxes
 from gspo_core.environment_contract import InvalidEnvironment
 from services.files.data_dir import DataDir, HubKind
-from services.hosts.sandboxes.offers import offers
 from services.hosts.server import HostOrder
 from services.hosts.walls import control_groups
 from services.hosts.walls.tiers import WALLS, Bounds, Tier, Wall
 from services.process.settings import Settings
 from services.process.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from environments.sandbox.contract import Sandboxes
 
 OF_WALLS = frozenset({"tier", "network", "disk_mb", "num_processes"})
 """What a job says of its hosts that is decided before one starts."""
@@ -35,8 +37,8 @@ class WallPolicy:
     writable: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     walls: Mapping[Tier, Wall] = field(default_factory=lambda: WALLS)
-    sandboxes: Mapping[Tier, Sandboxes] = field(default_factory=dict)
-    """Of the tiers beyond the wall, those that this installation has."""
+    sandboxes: Callable[[], Mapping[Tier, Sandboxes]] = dict
+    """Of the tiers beyond the wall, those that this installation has; asked for where a job or its operator does."""
 
     @classmethod
     def of(cls, settings: Settings) -> WallPolicy:
@@ -48,7 +50,7 @@ class WallPolicy:
             tuple(map(str, (datasets, *settings.env_readable))),
             tuple(map(str, settings.env_writable)),
             tuple(map(str, settings.own_places)),
-            sandboxes=offers(settings),
+            sandboxes=_offers(settings),
         )
 
     def announce(self) -> None:
@@ -78,7 +80,7 @@ class WallPolicy:
             order,
             hosting=hosting,
             tier=min(tier, Tier.WALL),
-            sandboxes=self.sandboxes[tier] if tier > Tier.WALL else None,
+            sandboxes=self.sandboxes()[tier] if tier > Tier.WALL else None,
             bounds=bounds,
             # Those that are reached over the network, or reach their policy over it.
             has_network=bool(asked.get("network")) or order.networks is not None or order.agent is not None,
@@ -107,6 +109,20 @@ class WallPolicy:
         refusal = self.walls[min(tier, Tier.WALL)].refusal()
         if refusal is not None or tier <= Tier.WALL:
             return refusal
-        if tier not in self.sandboxes:
+        if (kind := self.sandboxes().get(tier)) is None:
             return "no sandboxes of that kind are set up"
-        return self.sandboxes[tier].refusal()
+        return kind.refusal()
+
+
+def _offers(settings: Settings) -> Callable[[], Mapping[Tier, Sandboxes]]:
+    """Made at the start of a service where any are set up; else for who asks, to be told what is missing."""
+
+    def load() -> Mapping[Tier, Sandboxes]:
+        from services.hosts.sandboxes.offers import offers  # most installations set none up
+
+        return offers(settings)
+
+    if not settings.sandbox_images and not settings.sandbox_url:
+        return load
+    kinds = load()
+    return lambda: kinds

@@ -11,21 +11,24 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from gspo_core.environment_contract import EnvironmentFailed, InvalidEnvironment
 from services.hosts.process import Cause, Death, HostProcess
-from services.hosts.remote import RemoteHost, RemoteProcess
 from services.hosts.server import BootFailed, HostKilled, HostOrder, RunningHost
 from services.hosts.wire import HostDescription
 from services.process.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from services.hosts.remote import RemoteHost, RemoteProcess
 
 # Sessions are spread, not packed, until so many processes run.
 NUM_SPREAD = os.cpu_count() or 1
 BOOT_RETRY_S = (0.0, 0.5, 2.0)
 
-Host = RunningHost | RemoteHost
-Process = HostProcess | RemoteProcess
-Boot = Callable[[HostOrder], Awaitable[Host]]
+Host: TypeAlias = "RunningHost | RemoteHost"
+Process: TypeAlias = "HostProcess | RemoteProcess"
+Boot: TypeAlias = Callable[[HostOrder], Awaitable[Host]]
 """Starts a host, beside us or in a service."""
 
 

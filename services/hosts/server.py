@@ -17,16 +17,15 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from environments.sandbox.contract import Sandboxes
 from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
-from services.hosts.sandboxes.relay import Relay
 from services.hosts.walls import scratch
 from services.hosts.walls.control_groups import ControlGroup
 from services.hosts.walls.pids import outer_pid
@@ -34,6 +33,10 @@ from services.hosts.walls.plan import Shown
 from services.hosts.walls.terms import SESSIONS
 from services.hosts.walls.tiers import WALLS, Bounds, Program, Tier
 from services.hosts.wire import HARD_MEMORY_FACTOR, BadFrame, HostDescription
+
+if TYPE_CHECKING:
+    from environments.sandbox.contract import Sandboxes
+    from services.hosts.sandboxes.relay import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that a host inherits: no settings, no keys, no addresses of ours.
@@ -171,7 +174,7 @@ class RunningHost(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         read_output, write_output = os.pipe()
         group = ControlGroup.make(order.bounds.num_processes) if order.tier else None
-        relay = None if order.sandboxes is None else Relay(order.sandboxes)
+        relay = None if order.sandboxes is None else _door_to(order.sandboxes)
         try:
             process = _spawn(order, theirs, write_output, group, relay)
         except OSError as error:
@@ -404,6 +407,12 @@ def _end_first(pid: int | None) -> None:
     """Where memory is short, a process of sessions ends before that which forks all of them."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/oom_score_adj").write_text(SESSIONS_OUT_OF_MEMORY_SCORE, encoding="ascii")
+
+
+def _door_to(sandboxes: Sandboxes) -> Relay:
+    from services.hosts.sandboxes.relay import Relay  # most hosts run what a policy says themselves
+
+    return Relay(sandboxes)
 
 
 def _spawn(

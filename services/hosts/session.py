@@ -13,7 +13,7 @@ import asyncio
 import base64
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from gspo_core.environment_contract import (
     AtCapacity,
@@ -25,7 +25,6 @@ from gspo_core.environment_contract import (
     Start,
     Timeouts,
 )
-from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
@@ -34,6 +33,9 @@ from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
 from services.hosts.process import Cause, Death, Died, HostReply
 from services.hosts.server import HostOrder, RunningHost
+
+if TYPE_CHECKING:
+    from gspo_core.environment_records import EnvironmentDescription
 
 # How often a session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8
@@ -120,7 +122,7 @@ class HostedEnvironment:
         return kind(self, limits or Timeouts(), episode_id, self._count)
 
     def describe(self) -> EnvironmentDescription:
-        return cast(EnvironmentDescription, dict(self.pool.description.describe))
+        return cast("EnvironmentDescription", dict(self.pool.description.describe))
 
 
 class HostedSession:

@@ -34,7 +34,6 @@ from services.state.queue import Bus
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 from services.workers.loading import load_job
-from services.workers.processes import watch
 from services.workers.starting import boot_for, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig
 
@@ -88,6 +87,8 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
 
 
 async def work_in_processes(settings: Settings, arguments: argparse.Namespace, stop: asyncio.Event) -> None:
+    from services.workers.processes import watch  # a worker itself starts no others
+
     command = [sys.executable, "-m", "services.rollout", "--max-episodes", str(arguments.max_episodes)]
     command += ["--drain-s", str(arguments.drain_s)]
     environment = {name: value for name, value in os.environ.items() if name != "GSPO_HEALTH_FILE"}

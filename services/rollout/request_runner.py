@@ -16,11 +16,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from gspo_core.descendants import how_it_ended
 from gspo_core.environment_contract import InvalidEnvironment
+from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
-from gspo_core.keeper import how_it_ended
 from gspo_core.model_files import refusal_of
 from services.files.environments.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.local import LocalHosts
@@ -31,9 +32,12 @@ from services.hosts.walls.tiers import WALLS, Program
 from services.hosts.wire import HARD_MEMORY_FACTOR
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
-from services.rollout.prompt_lengths import longest_prompt
 from services.state.away import Away, RedisFault
 from services.state.worker_requests import WorkerRequest, WorkerRequests
+from services.workers.loading import JobNotServable, read_model
+
+if TYPE_CHECKING:
+    from gspo_core.environment_records import Starts
 
 # An examination plays some dozens of episodes.
 MAX_SECONDS = 120.0
@@ -108,7 +112,7 @@ class RequestRunner:
             said = await self._in_a_process(walled, order)
         if order["do"] == "prompts" and "result" in said:
             chat = cast(dict[str, JSON], order["chat"])
-            return await asyncio.to_thread(longest_prompt, str(order["model"]), chat, said["result"])
+            return await asyncio.to_thread(_longest_prompt, str(order["model"]), chat, cast("Starts", said["result"]))
         if order["do"] != "validate":
             return said
         if "error" in said:
@@ -160,6 +164,21 @@ class RequestRunner:
             finally:
                 await asyncio.to_thread(_end, process)
             return _read(process.returncode, answer.fileno())
+
+
+def _longest_prompt(model: str, chat: Mapping[str, JSON], starts: Starts) -> dict[str, JSON]:
+    """The longest first prompt in tokens of the model. Only the chat format is loaded, as for a job, and no weights. It
+    compares with no limit; the asker does."""
+    try:
+        codec, model_tokens, _ = read_model(Path(model), ChatSpec.model_validate(chat))
+        lengths = {one["task"]: len(codec.render(one["messages"], one["tools"])) for one in starts["starts"]}
+    except (JobNotServable, ValueError) as error:
+        return {"error": str(error)}
+    if not lengths:
+        return {"error": "no prompt is short enough to be handed over"}
+    task = max(lengths, key=lengths.__getitem__)
+    limits = cast(JSON, dict(starts["limits"]))
+    return {"result": {"task": task, "tokens": lengths[task], "model_tokens": model_tokens, "limits": limits}}
 
 
 @contextlib.contextmanager

@@ -5,28 +5,25 @@ The rule: the first description stands, because tasks are drawn from its numbers
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from services.files.disk_space import write_when_there_is_room
-from services.files.job_dir import JobsDir
-from services.files.job_records import JobRecords
 from services.state.functions import Functions
 from services.state.jobs import JobNotFound
 from services.state.keys import job_key, job_keys
-from services.state.rebuild import encode_description
 from services.state.refusals import Damaged, Missing
+
+if TYPE_CHECKING:
+    from services.files.job_records import SavedJobs
 
 
 class EnvironmentDescriptions:
-    """``jobs_dir``: the root of the jobs' directories, if this process writes there."""
+    """``saved``: the jobs' directories, if this process writes there."""
 
-    def __init__(self, functions: Functions, jobs_dir: JobsDir | None, *, waits_for_room: bool) -> None:
+    def __init__(self, functions: Functions, saved: SavedJobs | None) -> None:
         self._functions = functions
-        self._jobs_dir = jobs_dir
-        self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
+        self._saved = saved
 
     async def describe(self, job: str, index: int, description: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the description that stands: the first one, because tasks are drawn from its numbers.
@@ -49,9 +46,14 @@ class EnvironmentDescriptions:
             description = _description(held)
         except ValueError as error:
             raise Damaged(f"the description of environment {index}: {error}") from None
-        if self._jobs_dir is not None:
-            await self._to_disk(JobRecords(self._jobs_dir.job(job)).write_environment, index, description)
+        if self._saved is not None:
+            await self._saved.write(self._saved.of(job).write_environment, index, description)
         return description
+
+
+def encode_description(description: dict[str, Any]) -> str:
+    """An environment's description as the server stores it."""
+    return json.dumps(description, sort_keys=True, allow_nan=False)
 
 
 def _description(text: bytes) -> dict[str, Any]:

@@ -13,14 +13,12 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from pydantic import BaseModel
 
-from services.files.disk_space import write_when_there_is_room
-from services.files.job_dir import JobsDir
-from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords
+from gspo_core.log.records import AcceptedJob, DamagedRecord
 from services.process.telemetry import get_logger
 from services.state.away import Away
 from services.state.functions import Functions
@@ -50,8 +48,11 @@ from services.state.jobs import (
 )
 from services.state.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.state.leases import BeatWatch
-from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict, Fenced, Forbidden, Missing
+
+if TYPE_CHECKING:
+    from services.files.job_records import JobRecords, SavedJobs
+    from services.state.rebuild import Rebuild
 
 # The fields of a job's record saved with every change. Progress is left out: checkpoints and versions record it.
 STATUS_FIELDS = (
@@ -94,13 +95,11 @@ class JobTable:
         now: Callable[[], float],
         *,
         max_attempts: int,
-        jobs_dir: JobsDir | None,
+        saved: SavedJobs | None,
         rebuild: Rebuild | None,
-        waits_for_room: bool = False,
     ) -> None:
-        self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
         self._max_attempts = max_attempts
-        self._jobs_dir = jobs_dir
+        self._saved = saved
         self._rebuild = rebuild
         self._functions = functions
         self._redis = functions.redis
@@ -136,8 +135,8 @@ class JobTable:
             except Missing:  # the job of this key is being removed: it goes first, and what was written for it just now
                 with contextlib.suppress(JobNotFound):
                     await self.remove(job)
-                if self._jobs_dir is not None:
-                    await asyncio.to_thread(self._jobs_dir.remove, job)
+                if self._saved is not None:
+                    await asyncio.to_thread(self._saved.remove, job)
         # Last, so that a listed job is complete. Nothing has been acknowledged before this point.
         await self._functions.call("announce", service_keys(), job)
         return await self._written_down(job)
@@ -172,7 +171,7 @@ class JobTable:
             await self._rebuild.ensure()
 
     def _directory(self, job: str) -> JobRecords | None:
-        return None if self._jobs_dir is None else JobRecords(self._jobs_dir.job(job))
+        return None if self._saved is None else self._saved.of(job)
 
     async def _accept_once(self, job: str, wanted: AcceptedJob) -> tuple[str, AcceptedJob]:
         """Of all who ask under one key, one job is accepted, also where the server is wiped before its key is on disk:
@@ -210,11 +209,11 @@ class JobTable:
     async def _written_down(self, job: str) -> JobRecord:
         """The job's current state. On return this state (or a newer one) is on disk, whatever changed it."""
         fields = await self._fields(job)
-        directory = self._directory(job)
-        while directory is not None:
+        while self._saved is not None:
+            directory = self._saved.of(job)
             read_record(job, fields)  # no file is written of what cannot be read
             record = {name: fields[name.encode()].decode() for name in STATUS_FIELDS if name.encode() in fields}
-            if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
+            if await self._saved.write(directory.write_status, int(fields[b"revision"]), record):
                 break
             # The server was rolled back and reuses a revision that is on disk with other content.
             highest, _ = await asyncio.to_thread(directory.newest_status)
@@ -419,8 +418,8 @@ class JobTable:
             digest = await self._begin_removal(job, made_from)
             if digest:  # before its directory, which a repetition under its key would make again
                 await self._functions.call("release_key", service_keys(), job, digest)
-            if self._jobs_dir is not None:
-                await asyncio.to_thread(self._jobs_dir.remove, job)
+            if self._saved is not None:
+                await asyncio.to_thread(self._saved.remove, job)
             await self._functions.call("withdraw_job", service_keys(), job)
             await self._functions.call("remove_job", job_keys(job))
             # Not where the server was wiped meanwhile and given the job back.
@@ -435,7 +434,7 @@ class JobTable:
                 async for other in self._all():
                     if made_from(other) == job:
                         raise JobInUse(job, f"{other.id} was made from it")
-            digest = "" if self._jobs_dir is None else await asyncio.to_thread(_key_digest, self._jobs_dir, job)
+            digest = "" if self._saved is None else await asyncio.to_thread(_key_digest, self._saved.of(job))
             try:
                 found = await self._functions.call(
                     "begin_removal", self._keys(job), known or 0, digest, int(self._now())
@@ -646,10 +645,10 @@ class JobTable:
         return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _key_digest(jobs_dir: JobsDir, job: str) -> str:
+def _key_digest(directory: JobRecords) -> str:
     """Of the idempotency key that it was submitted under; empty where there is none, or its record is damaged."""
     try:
-        return JobRecords(jobs_dir.job(job)).accepted().idempotency or ""
+        return directory.accepted().idempotency or ""
     except (DamagedRecord, FileNotFoundError):
         return ""
 

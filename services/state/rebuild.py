@@ -8,16 +8,16 @@ dispatches again what its lineage owes, and checkpoint and batch log decide what
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord, reported_steps
 from services.process.telemetry import get_logger
+from services.state.environments import encode_description
 from services.state.functions import Functions
 from services.state.jobs import DesiredState, JobStatus, default_reason
 from services.state.keys import InvalidJobId, check_job_id, job_keys, service_key, service_keys
@@ -116,11 +116,6 @@ class Rebuild:
             flat = [text for name, value in values.items() if _is_number(value) for text in (name, repr(float(value)))]
             if isinstance(step, int) and flat:
                 await self._functions.call("add_metrics", job_keys(job), "", step, *flat)
-
-
-def encode_description(description: dict[str, Any]) -> str:
-    """An environment's description as the server stores it."""
-    return json.dumps(description, sort_keys=True, allow_nan=False)
 
 
 def _at_first(accepted: AcceptedJob) -> dict[str, str]:

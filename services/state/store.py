@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from gspo_core.log.events import JobEvent
-from services.files.job_dir import JobsDir
 from services.state.client import RedisClient
 from services.state.environments import EnvironmentDescriptions
 from services.state.events import EventLog
@@ -37,9 +37,13 @@ from services.state.jobs import (
 )
 from services.state.leases import BeatWatch
 from services.state.metrics import MetricSeries
-from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict, Fenced
 from services.state.versions import Version, VersionTable
+
+if TYPE_CHECKING:
+    from services.files.job_dir import JobsDir
+    from services.files.job_records import SavedJobs
+    from services.state.rebuild import Rebuild
 
 __all__ = [
     "CancelManner",
@@ -81,21 +85,28 @@ class Store:
         waits_for_room: bool = False,
     ) -> None:
         self._functions = Functions(redis)
-        self._rebuild = None if jobs_dir is None else Rebuild(self._functions, jobs_dir)
+        saved: SavedJobs | None = None
+        self._rebuild: Rebuild | None = None
+        if jobs_dir is not None:
+            # What plays episodes saves and restores no job.
+            from services.files.job_records import SavedJobs
+            from services.state.rebuild import Rebuild
+
+            saved = SavedJobs(jobs_dir, waits_for_room=waits_for_room)
+            self._rebuild = Rebuild(self._functions, jobs_dir)
         self.jobs = JobTable(
             self._functions,
             BeatWatch(lease_s, clock),
             now,
             max_attempts=max_attempts,
-            jobs_dir=jobs_dir,
+            saved=saved,
             rebuild=self._rebuild,
-            waits_for_room=waits_for_room,
         )
         self.events = EventLog(self._functions)
-        self.versions = VersionTable(self._functions, jobs_dir)
+        self.versions = VersionTable(self._functions, saved)
         self.fleet = Fleet(self._functions)
         self.metrics = MetricSeries(self._functions)
-        self.environments = EnvironmentDescriptions(self._functions, jobs_dir, waits_for_room=waits_for_room)
+        self.environments = EnvironmentDescriptions(self._functions, saved)
 
     @property
     def functions(self) -> Functions:

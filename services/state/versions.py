@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gspo_core.log.manifests import decode_row, encode_row
+from gspo_core.log.records import RecordConflict, VersionRecord
 from gspo_core.versions import WeightsManifest
-from services.files.job_dir import JobsDir
-from services.files.job_records import JobRecords, RecordConflict, VersionRecord
 from services.state.functions import Functions
 from services.state.keys import job_key, job_keys
 from services.state.refusals import Conflict
+
+if TYPE_CHECKING:
+    from services.files.job_records import SavedJobs
 
 _AT_ONCE = 200
 
@@ -33,18 +36,18 @@ class Version:
 
 
 class VersionTable:
-    """``jobs_dir``: the root of the jobs' directories, if this process writes there."""
+    """``saved``: the jobs' directories, if this process writes there."""
 
-    def __init__(self, functions: Functions, jobs_dir: JobsDir | None) -> None:
+    def __init__(self, functions: Functions, saved: SavedJobs | None) -> None:
         self._functions = functions
-        self._jobs_dir = jobs_dir
+        self._saved = saved
         self._asked: set[str] = set()
         """Owners whose directory was checked; since then the server's counter is above it."""
 
     async def next(self, job: str, token: str, *, at_least: int = 0) -> int:
         """A publish number never handed out before, from 0, at least ``at_least``. Raises Fenced."""
-        if self._jobs_dir is not None and token not in self._asked:
-            highest = await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).highest_version)
+        if self._saved is not None and token not in self._asked:
+            highest = await asyncio.to_thread(self._saved.of(job).highest_version)
             at_least = max(at_least, highest + 1)
             self._asked.add(token)
         return int(await self._functions.call("next_version", job_keys(job), token, at_least))
@@ -56,11 +59,11 @@ class VersionTable:
             raise ValueError(f"the manifest of job {manifest.job} does not belong to job {job}")
         text = encode_row(manifest)
         await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
-        if self._jobs_dir is not None:
+        if self._saved is not None:
             # After the server, so a fenced trainer leaves no trace; before anyone is told.
             record = VersionRecord(manifest.version, manifest.step, text)
             try:
-                await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).write_version, record)
+                await asyncio.to_thread(self._saved.of(job).write_version, record)
             except RecordConflict as error:
                 raise Conflict(str(error)) from None
 

@@ -12,7 +12,6 @@ from pydantic import SecretStr
 from services.hosts.local import LocalHosts
 from services.hosts.policy import WallPolicy
 from services.hosts.pool import Boot
-from services.hosts.remote import RemoteHosts
 from services.hosts.venv import Interpreters
 from services.process.tracing import Traces, TracingUnavailable, open_traces
 
@@ -24,6 +23,8 @@ def boot_for(addresses: Sequence[str], token: SecretStr | None, interpreters: In
         return LocalHosts(interpreters, policy).boot
     if token is None:
         raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS require it")
+    from services.hosts.remote import RemoteHosts  # most installations have their hosts beside their workers
+
     return RemoteHosts(addresses, token.get_secret_value()).boot
 
 

@@ -35,6 +35,7 @@ from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
 from services.hosts.walls import tiers
 from services.hosts.walls.tiers import Tier
+from services.process.settings import Settings
 from tests.patience import HANG_S
 from tests.repo.pages import ROOT
 from tests.services.hosts.sandbox_kit import IMAGE, KEY, LOOPBACK, Server, at, begun, ran, served, through_door
@@ -354,7 +355,7 @@ def remote_tier(server: Server) -> Sandboxes:
 
 
 def policy(least: Tier | None, **kinds: Sandboxes) -> WallPolicy:
-    return WallPolicy(least, sandboxes={Tier.named(name): kind for name, kind in kinds.items()})
+    return WallPolicy(least, sandboxes=lambda: {Tier.named(name): kind for name, kind in kinds.items()})
 
 
 @needs_wall
@@ -394,6 +395,19 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
     asked = {} if least else {"tier": "container"}
     with pytest.raises(InvalidEnvironment, match=f"must run in tier container, which this machine lacks: .*{reason}"):
         policy(least, **kinds).applied(HostOrder(HARBOR, hosting=asked))
+
+
+@needs_wall
+@pytest.mark.parametrize(("tier", "missing"), [("container", "GSPO_SANDBOX_IMAGES"), ("remote", "GSPO_SANDBOX_URL")])
+def test_who_asks_for_sandboxes_that_no_setting_names_is_told_which_is_missing(tier: str, missing: str) -> None:
+    with pytest.raises(InvalidEnvironment, match=missing):
+        WallPolicy.of(Settings()).applied(HostOrder(HARBOR, hosting={"tier": tier}))
+
+
+def test_sandboxes_that_a_setting_names_are_made_once() -> None:
+    """Those that are prepared ahead are held by whoever made them."""
+    offered = WallPolicy.of(Settings(sandbox_images=("a:1",), sandboxes_ready=2)).sandboxes
+    assert offered()[Tier.CONTAINER] is offered()[Tier.CONTAINER]
 
 
 @needs_wall
