@@ -246,7 +246,7 @@ def test_what_is_whole_and_does_not_fit_is_no_damage(job_dir: Path, model_dir: P
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"note": "another one"}))
     before = sorted(job_dir.rglob("*"))
-    with pytest.raises(JobFailure, match="intact and does not fit the job: .* is a state of another model") as failed:
+    with pytest.raises(JobFailure, match=r"intact and does not fit the job: .* is a state of another model") as failed:
         recovered(job_dir, other)
     assert failed.value.code == "model_invalid"
     assert sorted(job_dir.rglob("*")) == before
