@@ -164,8 +164,9 @@ def episode_advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict
 
 def part_rewards(parts: Sequence[Mapping[str, float] | None], config: AdvantageConfig) -> list[float | None]:
     """For each member of a group the weighted sum of the advantages of its reward's parts, each compared by itself
-    (GDPO, 2601.05242); None for members without a reward."""
-    each = config.model_copy(update={"scale": "group_std", "part_weights": None})
+    (GDPO, 2601.05242); None for members without a reward. The baseline acts on the sum alone: `leave_one_out` is a
+    factor, which would count once more for each part."""
+    each = config.model_copy(update={"scale": "group_std", "baseline": "mean", "part_weights": None})
     total = np.zeros(len(parts))
     for name, weight in (config.part_weights or {}).items():
         values = [None if member is None else member.get(name, 0.0) for member in parts]

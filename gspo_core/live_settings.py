@@ -37,6 +37,7 @@ LIVE_SETTINGS = frozenset(
     }
 )
 
+_GATE, _LOW_END = "objective.geometric_gate", "objective.geometric_gate_low"
 _FIXED = "is fixed for the life of a job; submit another one"
 # The longest beginning of a key decides.
 _REASONS: Mapping[str, str] = {
@@ -72,6 +73,19 @@ def live_values(changes: Mapping[str, JSON]) -> dict[str, JSON]:
         refused = [Problem("missing_field", (), "there is nothing to change")]
     if refused:
         raise ChangeRefused(refused)
+    gate = values.get(_GATE)
+    if isinstance(gate, list | tuple) and len(gate) == 2 and _LOW_END not in values:
+        values[_LOW_END], values[_GATE] = gate
+    return values
+
+
+def merged(spec: JobSpec, settings: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The live settings of a job with new ones. A number as `geometric_gate` stands for both ends, so no lower end
+    of before stays beside it."""
+    values = {**settings, **wanted}
+    has_low_end = _LOW_END in settings or spec.objective.geometric_gate_low is not None
+    if _GATE in wanted and _LOW_END not in wanted and has_low_end:
+        values[_LOW_END] = None
     return values
 
 

@@ -8,7 +8,7 @@ use only what is named here; user settings live in `gspo_core.learner_config`.
 from gspo_core.learner.conditions import compute_as, computing, device_here
 from gspo_core.learner.policy import Copy, TrainedPolicy, UnsupportedModel
 from gspo_core.learner.ranks import Ranks
-from gspo_core.learner.state import UnknownFormat, check_state
+from gspo_core.learner.state import UnfitState, UnknownFormat, check_state
 from gspo_core.learner.training import Learner, LearnerCounters
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LearnerCounters",
     "Ranks",
     "TrainedPolicy",
+    "UnfitState",
     "UnknownFormat",
     "UnsupportedModel",
     "check_state",

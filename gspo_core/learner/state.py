@@ -61,6 +61,10 @@ class InvalidState(ValueError):
     """The directory holds no complete state, or one that does not fit this learner."""
 
 
+class UnfitState(InvalidState):
+    """The state is whole, and belongs to another model or to a learner with other settings."""
+
+
 class UnknownFormat(InvalidState):
     """Another release wrote the state in a format that this one cannot read."""
 
@@ -103,12 +107,12 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_fit(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InvalidState if `tensors` belong to another model, other low-rank additions, or moments kept otherwise."""
+    """Raises UnfitState if `tensors` belong to another model, other low-rank additions, or moments kept otherwise."""
     expected = {f"parameter/{name}": local(parameter).shape for name, parameter in _trained(model)}
     found = {name: value.shape for name, value in tensors.items() if name.startswith("parameter/")}
     if expected != found:
         differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise InvalidState(
+        raise UnfitState(
             f"the state does not fit this learner: {len(differing)} parameters differ, the first is {differing[0]}"
         )
 
@@ -117,7 +121,7 @@ def check_fit(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mappi
     )
     if has_moments and is_small != keeps_small(optimizer):
         kept = "8bit" if is_small else "float32"
-        raise InvalidState(f"the state holds moments of optimizer.moments: {kept}, and this job asks for others")
+        raise UnfitState(f"the state holds moments of optimizer.moments: {kept}, and this job asks for others")
 
 
 def fingerprint(model_dir: Path) -> str:

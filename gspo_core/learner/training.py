@@ -281,10 +281,10 @@ class Learner:
         """Read and check a state; return a function that loads it. Raises ValueError if it does not fit this rank."""
         content, tensors = state.read_state(Path(directory), self._ranks.part, self._ranks.num_parts)
         if content["model"] != state.fingerprint(self._model_dir):
-            raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
+            raise state.UnfitState(f"{directory} is a state of another model than {self._model_dir}")
         alpha = None if self.config.lora is None else self.config.lora.alpha
         if content.get("lora_alpha", alpha) != alpha:  # shapes reveal rank and layers but not the scale of the sum
-            raise state.InvalidState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
+            raise state.UnfitState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
         self._policy.settle()
         state.check_fit(self._policy, self._optimizer, tensors)
 

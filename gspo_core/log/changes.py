@@ -24,6 +24,7 @@ from gspo_core.types import Group, Trajectory
 _STANDS_FOR: Mapping[str, tuple[str, ...]] = {
     "objective.name": ("loss", "ratio"),
     "objective.clip": ("clip_low", "clip_high"),
+    "objective.geometric_gate": ("geometric_gate_low",),
     "objective.importance_sampling_level": ("name", "ratio"),
     # A name stands for them, so another loss or ratio has none.
     "objective.loss": ("name",),
@@ -64,7 +65,7 @@ def changed_spec(spec: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
         if not is_setting(key.split(".")):
             known = [f"{section}.{name}" for section in sections for name in _names(spec, section)]
             raise ImpossibleChange(f"{key} is not a setting of a job{near(key, [*known, *type(spec).model_fields])}")
-        _put(data, key, value)
+        _put(data, key, value, values)
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
@@ -93,7 +94,8 @@ def _names(spec: JobSpec, section: str) -> list[str]:
     return list(type(inner).model_fields) if isinstance(inner, BaseModel) else []
 
 
-def _put(data: dict[str, JSON], key: str, value: JSON) -> None:
+def _put(data: dict[str, JSON], key: str, value: JSON, given: Collection[str]) -> None:
+    """What the key stands for goes with it, unless that is ``given``, too: then both act or contradict each other."""
     *sections, name = key.split(".")
     place = data
     for section in sections:
@@ -104,7 +106,8 @@ def _put(data: dict[str, JSON], key: str, value: JSON) -> None:
             raise ImpossibleChange(f"{key}: {section} has no settings of its own")
         place = inner
     for other in _STANDS_FOR.get(key, ()):
-        place.pop(other, None)
+        if ".".join([*sections, other]) not in given:
+            place.pop(other, None)
     place[name] = value
 
 

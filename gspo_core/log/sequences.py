@@ -27,6 +27,9 @@ HELD_BACK_METRIC = "held_back_reward"
 """What an environment reports of an episode, and nothing trains: a second opinion on what the reward is for."""
 HELD_BACK = "held_back"
 """Where steps and evaluations report it."""
+PARTS = "parts/"
+"""What the metrics that tell how many episodes report a part of the reward begin with."""
+MAX_OTHER_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class TrainBatch:
     episodes: list[Trajectory]
     """The episodes in the batch, in the same order as ``sequences``."""
     metrics: dict[str, float]
-    """Number of groups of each kind."""
+    """Number of groups of each kind, and which parts of the reward there were."""
 
     def by_episode(self, values: Sequence[NDArray[np.float32]]) -> dict[EpisodeKey, NDArray[np.float32]]:
         """Regroup ``values`` of the sampled tokens, one array per sequence, by episode."""
@@ -70,7 +73,20 @@ def train_batch(
             ages = _at_most(staleness_of, cap, is_on=is_exempt)
             sequences += _episode_sequences(trajectory, advantages, ages, keep_groups=keep_groups)
     episodes = [one for one, is_kept in zip(trajectories, batch.kept, strict=True) if is_kept]
-    return TrainBatch(sequences, episodes, batch.metrics())
+    return TrainBatch(sequences, episodes, batch.metrics() | reported_parts(trajectories, config))
+
+
+def reported_parts(episodes: Sequence[Trajectory], config: AdvantageConfig) -> dict[str, float]:
+    """With `part_weights`, for each part of the reward the share of episodes that report it: of those with a weight,
+    and of the others that most report."""
+    rewarded = [one.outcome.reward_parts for one in episodes if one.reward is not None]
+    if not config.part_weights or not rewarded:
+        return {}
+    weighted = [name for name, weight in config.part_weights.items() if weight]
+    counts = Counter(name for parts in rewarded for name in parts)
+    others = sorted(counts.keys() - set(weighted), key=lambda name: (-counts[name], name))
+    names = [*weighted, *others[:MAX_OTHER_PARTS]]
+    return {f"{PARTS}{name}": counts[name] / len(rewarded) for name in names}
 
 
 def _at_most(staleness_of: StalenessOf, cap: int, *, is_on: bool) -> StalenessOf:

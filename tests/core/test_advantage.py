@@ -349,6 +349,18 @@ def test_parts_by_hand() -> None:
     np.testing.assert_allclose([batch.advantages[place] for place in (0, 1, 3)], expected / expected.std(), rtol=1e-9)
 
 
+@pytest.mark.parametrize("scale", ["none", "batch_std"])
+@pytest.mark.parametrize("size", [2, 5])
+def test_with_parts_leave_one_out_is_the_factor_that_it_is_without_them(scale: str, size: int) -> None:
+    """It counted twice: once for each part and once for their sum."""
+    parts = [{"right": float(place == 0), "form": 0.1 * place} for place in range(size)]
+    given = {"scale": scale, "part_weights": {"right": 1.0, "form": 0.3}}
+    mean, without = (AdvantageConfig(**given, baseline=baseline) for baseline in ("mean", "leave_one_out"))
+    assert part_rewards(parts, without) == part_rewards(parts, mean)
+    found = [advantages_of([group_of(parts)], config).advantages for config in (mean, without)]
+    np.testing.assert_allclose(found[1], size / (size - 1) * np.array(found[0]), rtol=1e-12)
+
+
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.floats(0.01, 100), st.floats(-10, 10))
 def test_the_unit_of_a_part_changes_nothing(values: list[float], unit: float, zero: float) -> None:
     config = AdvantageConfig(scale="batch_std", part_weights={"form": 1.0}, eps=0.0, min_std=1e-9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gspo_core.live_settings import LIVE_SETTINGS, ChangeRefused, live_values, tuned
+from gspo_core.live_settings import LIVE_SETTINGS, ChangeRefused, live_values, merged, tuned
 from gspo_core.spec import JobSpec
 
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}], "evaluation": {"every": 5}})
@@ -37,6 +37,41 @@ def test_a_whole_condition_is_one_setting() -> None:
     values = live_values({"stop": {"reward": {"at_least": 0.9}}})
     assert tuned(SPEC, values).stop.reward is not None
     assert tuned(tuned(SPEC, values), live_values({"stop": {"reward": None}})) == SPEC
+
+
+NARROW = {"geometric_gate": 1.002, "geometric_gate_low": 0.999}
+
+
+@pytest.mark.parametrize("submitted", [{}, {"geometric_gate": 1.1}, {"geometric_gate": [0.9, 1.02]}], ids=str)
+@pytest.mark.parametrize("earlier", [{}, {"geometric_gate": [0.8, 1.3]}, {"geometric_gate": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    ("change", "ends"),
+    [
+        ({"geometric_gate": [0.999, 1.002]}, (0.999, 1.002)),
+        ({"geometric_gate": 1.5}, (None, 1.5)),
+        ({"geometric_gate": None}, (None, None)),
+        (NARROW, (0.999, 1.002)),
+    ],
+    ids=str,
+)
+def test_a_gate_is_what_the_change_says_whatever_ends_there_were(
+    submitted: dict[str, Any], earlier: dict[str, Any], change: dict[str, Any], ends: tuple[float | None, float | None]
+) -> None:
+    """The lower end of before stayed beside a number, and contradicted a pair."""
+    spec, settings = JobSpec.model_validate(SPEC.model_dump() | {"objective": submitted}), dict[str, Any]()
+    for one in (earlier, change):
+        settings = merged(spec, settings, live_values({"objective": one} if one else {"steps": 7}))
+    changed = tuned(spec, settings).objective
+    assert (changed.geometric_gate_low, changed.geometric_gate) == ends
+    assert merged(spec, settings, live_values({"objective": change})) == settings, "it holds already"
+
+
+def test_one_end_of_a_gate_leaves_the_other_and_two_that_differ_are_refused() -> None:
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"objective": {"geometric_gate": [0.9, 1.02]}})
+    changed = tuned(spec, merged(spec, {}, live_values({"objective": {"geometric_gate_low": 0.95}})))
+    assert (changed.objective.geometric_gate_low, changed.objective.geometric_gate) == (0.95, 1.02)
+    with pytest.raises(ChangeRefused, match="contradicts geometric_gate"):
+        tuned(spec, live_values({"objective": {"geometric_gate": [0.9, 1.1], "geometric_gate_low": 0.95}}))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from gspo_core.cli import main
 from gspo_core.log import layout
-from gspo_core.log.batches import encode_batch
+from gspo_core.log.batches import LoggedBatch, encode_batch
 from gspo_core.log.changes import ImpossibleChange, Without, with_reward
 from gspo_core.objective_config import Loss, ObjectiveConfig
 from gspo_core.replay.past import DamagedPast, NotKept, Past
 from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
+from gspo_core.spec import JobSpec
 from tests.core.learner_support import MIXTURE, write_model
 from tests.core.past_kit import GROUPS, SIZE, MadePast, make_past, remove_step, spec_of
 
@@ -218,6 +219,41 @@ def test_another_loss_brings_its_own_defaults(past: MadePast) -> None:
 
     changed = changed_spec(past.spec, {"objective.name": "grpo"})
     assert changed.objective == ObjectiveConfig.model_validate({"name": "grpo", "minibatches": 2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"objective.geometric_gate": [0.999, 1.002]}, (0.999, 1.002)),
+        ({"objective.geometric_gate": 1.5}, (None, 1.5)),
+        ({"objective.geometric_gate": None}, (None, None)),
+        ({"objective.geometric_gate_low": 0.95}, (0.95, 1.02)),
+        ({"objective.geometric_gate_low": 0.95, "objective.geometric_gate": 1.5}, (0.95, 1.5)),
+    ],
+    ids=str,
+)
+def test_another_gate_brings_its_own_ends(settings: dict[str, Any], ends: tuple[float | None, float | None]) -> None:
+    from gspo_core.log.changes import changed_spec, without_live
+
+    gated = {"model": "m", "environments": [{"ref": "a:B"}], "objective": {"geometric_gate": [0.9, 1.02]}}
+    spec = JobSpec.model_validate(gated)
+    changed = changed_spec(spec, settings).objective
+    assert (changed.geometric_gate_low, changed.geometric_gate) == ends
+    if "objective.geometric_gate" in settings:
+        live: Any = {"values": {"objective.geometric_gate": 1.3, "objective.geometric_gate_low": 0.8}, "version": 1}
+        batch = LoggedBatch(1, 1, (), {"settings": live})
+        assert without_live(batch, settings).extra["settings"]["values"] == {}
+
+
+def test_a_setting_that_stands_for_another_one_does_not_undo_it() -> None:
+    """Of two keys that contradict each other the first was dropped in silence."""
+    from gspo_core.log.changes import changed_spec
+
+    spec = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
+    named = changed_spec(spec, {"objective.name": "grpo", "objective.ratio": "token"}).objective
+    assert (named.name, named.ratio) == ("grpo", "token")
+    with pytest.raises(ImpossibleChange, match=r"clip_low: 0\.2 contradicts clip"):
+        changed_spec(spec, {"objective.clip_low": 0.2, "objective.clip": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
     """Change live settings. They hold from the next step on, whatever happens to the job; the event
     `settings.applied` names that step. Repeating a change changes nothing. With `If-Match` the change is refused if
     another one came first."""
-    from gspo_core.live_settings import ChangeRefused, live_values, tuned  # few jobs are changed
+    from gspo_core.live_settings import ChangeRefused, live_values, merged, tuned  # few jobs are changed
 
     while True:
         job = await context.store.jobs.get(id)
         try:
             wanted = live_values(changes)
-            values = {**job.settings, **wanted}
+            values = merged(spec_of(job), job.settings, wanted)
             changed = tuned(spec_of(job), values)
         except ChangeRefused as refusal:
             raise invalid(refusal.problems) from None

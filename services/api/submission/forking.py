@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from operator import attrgetter
 
 from pydantic import ValidationError
 
@@ -23,6 +24,9 @@ from services.api.http.stored_specs import spec_of
 from services.files.origin import ForkOrigin, PastError, bring, plan
 from services.files.recording import NoSuchEpisode, Rewards
 from services.state.store import JobNotFound, JobRecord
+
+# What a fork takes over, by the keys that say which shape that has.
+_INHERITED: Mapping[str, str] = {"model": "weights", "learner.lora": "weights", "optimizer.moments": "moments"}
 
 
 def child_of(parent: JobRecord, at: ParentSpec, name: str | None, changes: Mapping[str, JSON]) -> JobSpec:
@@ -97,10 +101,11 @@ async def _seen(context: ApiContext, at: ParentSpec, caller: Caller) -> JobRecor
 async def _parent(context: ApiContext, spec: JobSpec, caller: Caller) -> JobRecord:
     parent = await _seen(context, _at(spec), caller)
     theirs = spec_of(parent)
-    for key in ("model", "learner.lora"):
-        ours_of, theirs_of = (_value(one, key) for one in (spec, theirs))
-        if ours_of != theirs_of:
-            message = f"{key}: a fork goes on with the weights of its parent, which has {theirs_of}"
+    for key, what in _INHERITED.items():
+        ours_of, theirs_of = (attrgetter(key)(one) for one in (spec, theirs))
+        is_there = what == "weights" or _at(spec).step > 0  # moments are, once a step was trained
+        if is_there and ours_of != theirs_of:
+            message = f"{key}: a fork goes on with the {what} of its parent, which has {theirs_of}"
             raise invalid([Problem("validation_failed", tuple(key.split(".")), message)])
     return parent
 
@@ -108,7 +113,3 @@ async def _parent(context: ApiContext, spec: JobSpec, caller: Caller) -> JobReco
 def _at(spec: JobSpec) -> ParentSpec:
     assert spec.parent is not None, "the caller has looked"
     return spec.parent
-
-
-def _value(spec: JobSpec, key: str) -> object:
-    return spec.learner.lora if key == "learner.lora" else spec.model

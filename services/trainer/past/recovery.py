@@ -1,8 +1,8 @@
 """Resumes a run: loads its newest intact checkpoint and replays the steps logged after it.
 
 Rule: read files only, and report everything skipped. Skip a damaged checkpoint for the next older one, whose logs lead
-to the same weights, and ignore files from a dead epoch. Files from another release, or temporarily unreadable, are not
-damaged: resuming without them would silently discard the run.
+to the same weights, and ignore files from a dead epoch. Files from another release, of another model, or temporarily
+unreadable, are not damaged: resuming without them would silently discard the run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from gspo_core.learner import UnfitState
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
@@ -77,6 +78,8 @@ def recover(
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownCheckpointFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
+    except UnfitState as error:
+        raise JobFailure("model_invalid", f"a checkpoint is intact and does not fit the job: {error}") from error
     except LostForkRecord as error:
         raise JobFailure("data_damaged", str(error)) from error
     except OSError as error:
@@ -140,7 +143,7 @@ def _load(
             continue
         try:
             learner.load_state(checkpoint.learner_dir)
-        except UnknownState:
+        except (UnknownState, UnfitState):
             raise
         except (ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in LOST:

@@ -17,6 +17,7 @@ from gspo_core.objective.alarms import PATIENCE
 from services.trainer.telling.aligned import AlignedGradients
 from services.trainer.telling.best_evaluation import HIGH, MEAN, BestEvaluation
 from services.trainer.telling.held_back import HeldBackReward
+from services.trainer.telling.unreported_parts import UnreportedParts
 
 
 class RunAlarm(StrEnum):
@@ -30,6 +31,7 @@ class RunAlarm(StrEnum):
     GRADIENTS_ALIGNED = "gradients_aligned"
     NO_PROGRESS = "no_progress"
     EPISODES_LOST = "episodes_lost"
+    PART_UNREPORTED = "part_unreported"
 
 
 # The baseline is the mean of this many first reported steps.
@@ -75,6 +77,7 @@ ADVICE: Mapping[StrEnum, str] = {
     RunAlarm.DISK_NEARLY_FULL: "free space in the data directory, or keep fewer checkpoints, versions and batches",
     RunAlarm.GRADIENTS_ALIGNED: "lower rollout.max_staleness, or optimizer.lr until the data are younger",
     RunAlarm.EPISODES_LOST: "read what they did (gspo episodes, workers' logs): what all of them do is never trained",
+    RunAlarm.PART_UNREPORTED: "compare objective.advantage.part_weights with the names that the reward has, for typos",
     RunAlarm.NO_PROGRESS: "check that rollout workers, engines and environments are alive, and read their logs",
 }
 
@@ -88,6 +91,7 @@ class Alarms:
         self._evaluations = BestEvaluation()
         self._held_back = HeldBackReward()
         self._aligned = AlignedGradients()
+        self._parts = UnreportedParts()
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Load what earlier trainers of the job reported."""
@@ -96,6 +100,7 @@ class Alarms:
             self._evaluations.compare(int(row["step"]), row)
             self._held_back.note(row)
             self._aligned.note(row)
+            self._parts.note(int(row["step"]), row)
 
     def due(self, step: int, metrics: Mapping[str, float], of_the_loss: Sequence[Alarm]) -> list[Alarm]:
         """Alarms that have lasted long enough to raise."""
@@ -106,6 +111,7 @@ class Alarms:
             found = [alarm for alarm in found if alarm.kind is not RunAlarm.ENTROPY_COLLAPSE]
         found += self._held_back.alarms(RunAlarm.REWARDS_DIVERGE, metrics)
         found += self._aligned.alarms(RunAlarm.GRADIENTS_ALIGNED, metrics)
+        found += self._parts.alarms(RunAlarm.PART_UNREPORTED, step, metrics)
         return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:

@@ -107,6 +107,11 @@ async def test_a_repeated_fork_makes_one_job(http: httpx.AsyncClient, job: str) 
         ({"step": 2, "set": {"optimizer.lrr": 1}}, 422, "optimizer.lrr is not a setting of a job"),
         ({"step": 2, "set": {"model": "elsewhere"}}, 422, "model: a fork goes on with the weights of its parent"),
         ({"step": 2, "set": {"learner.lora": {"rank": 2}}}, 422, "learner.lora: a fork goes on with the weights"),
+        (
+            {"step": 2, "set": {"optimizer.moments": "8bit"}},
+            422,
+            "optimizer.moments: a fork goes on with the moments of its parent, which has float32",
+        ),
         ({"step": 6}, 422, "steps: 6 are over"),
         ({"steps": 6}, 422, "steps"),
         ({"step": 2, "last": 4}, 422, "last: of what it is fed; set same_batches"),
@@ -128,7 +133,15 @@ async def test_what_cannot_be_forked_is_refused_and_nothing_is_made(
     answer = await http.post(f"/v1/jobs/{job}/fork", json=body)
     assert answer.status_code == status, answer.text
     assert said in error_of(answer)["message"]
+    dry = await http.post(f"/v1/jobs/{job}/fork", json=body, params={"dry_run": True})
+    assert (dry.status_code, error_of(dry)["message"]) == (status, error_of(answer)["message"])
     assert len((await http.get("/v1/jobs")).json()["data"]) == 1
+
+
+async def test_a_fork_of_the_first_step_may_keep_its_moments_otherwise(http: httpx.AsyncClient, job: str) -> None:
+    """There are none yet."""
+    answer = await http.post(f"/v1/jobs/{job}/fork", json={"step": 0, "set": {"optimizer.moments": "8bit"}})
+    assert answer.status_code == 201, answer.text
 
 
 async def test_a_dry_run_of_a_job_with_a_parent_looks_at_the_parent(

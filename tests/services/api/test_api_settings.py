@@ -41,6 +41,13 @@ async def test_changes_add_up_and_are_shown(http: httpx.AsyncClient, claim: Clai
     assert answer.json()["steps"] == 400
 
 
+async def test_a_number_as_gate_takes_the_lower_end_of_before_away(http: httpx.AsyncClient, claim: Claim) -> None:
+    await http.patch(path(claim), json={"objective": {"geometric_gate": [0.9, 1.02]}})
+    answer = await http.patch(path(claim), json={"objective": {"geometric_gate": 1.5}})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["settings"] == {"objective.geometric_gate": 1.5, "objective.geometric_gate_low": None}
+
+
 async def test_a_repeated_change_changes_nothing(http: httpx.AsyncClient, store: Store, claim: Claim) -> None:
     for _ in range(3):
         assert (await http.patch(path(claim), json={"optimizer": {"lr": 0.5}})).status_code == 200

@@ -240,6 +240,18 @@ def test_what_an_older_epoch_saves_when_it_wakes_up_is_void(
     assert fingerprint(learner) == whole[1][2]
 
 
+def test_what_is_whole_and_does_not_fit_is_no_damage(job_dir: Path, model_dir: Path, tmp_path: Path) -> None:
+    """Passing over it would quietly start again from the other model."""
+    other = Path(shutil.copytree(model_dir, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"note": "another one"}))
+    before = sorted(job_dir.rglob("*"))
+    with pytest.raises(JobFailure, match=r"intact and does not fit the job: .* is a state of another model") as failed:
+        recovered(job_dir, other)
+    assert failed.value.code == "model_invalid"
+    assert sorted(job_dir.rglob("*")) == before
+
+
 # Releases
 
 

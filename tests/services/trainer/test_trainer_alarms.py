@@ -131,6 +131,49 @@ def test_alarms_of_the_loss_and_of_the_groups_come_along(alarms: Alarms) -> None
     assert told == [AlarmKind.NO_SIGNAL]
 
 
+PARTS = {"parts/exact": 1.0, "parts/frm": 0.0, "parts/form": 0.9}
+
+
+def unreported(alarms: Alarms, first: int, last: int, **changes: float) -> list[int]:
+    """The steps after which it is told that a part is not reported."""
+    metrics = {**HEALTHY, **PARTS, **{name.replace("__", "/"): value for name, value in changes.items()}}
+    told = [(step, one) for step in range(first, last + 1) for one in alarms.due(step, metrics, [])]
+    return [step for step, one in told if one.kind is RunAlarm.PART_UNREPORTED]
+
+
+def test_a_weight_whose_part_no_episode_reports_is_told_once_with_the_names_that_are() -> None:
+    alarms = Alarms()
+    assert alarms.due(1, {**HEALTHY, **PARTS, "episodes/count": 128.0}, []) == []
+    (told,) = alarms.due(2, {**HEALTHY, **PARTS, "episodes/count": 128.0}, [])
+    assert told.kind is RunAlarm.PART_UNREPORTED
+    assert "the first 2 steps reports 'frm', which has a weight; reported are 'exact', 'form'" in told.meaning
+    assert unreported(alarms, 3, 100, episodes__count=128.0) == []
+    assert unreported(Alarms(), 1, 5, episodes__count=4000.0) == [2], "one step may be of one environment"
+    assert unreported(Alarms(), 1, 50) == [8], "small batches are judged, too"
+    alarms, nothing = Alarms(), {**HEALTHY, "parts/frm": 0.0, "episodes/count": 256.0}
+    (bare,) = [one for step in (1, 2) for one in alarms.due(step, nothing, [])]
+    assert "reported are no parts at all" in bare.meaning
+
+
+def test_a_part_that_seldom_appears_is_reported() -> None:
+    alarms = Alarms()
+    assert unreported(alarms, 1, 1, episodes__count=128.0, parts__frm=1 / 128) == []
+    assert unreported(alarms, 2, 100, episodes__count=128.0) == []
+    assert unreported(Alarms(), 1, 100, parts__frm=0.1, parts__overlong=0.0) == [], "hardly any is nearly too long"
+
+
+def test_a_trainer_that_takes_over_knows_which_parts_were_reported_and_what_was_told() -> None:
+    def heir_of(num_steps: int, **changes: float) -> Alarms:
+        heir = Alarms()
+        row = {**HEALTHY, **PARTS, **{name.replace("__", "/"): value for name, value in changes.items()}}
+        heir.recall({"step": step, **row} for step in range(1, num_steps + 1))
+        return heir
+
+    assert unreported(heir_of(5), 5, 20) == [8], "a step that is taken again counts once"
+    assert unreported(heir_of(8), 9, 100) == [], "it was told"
+    assert unreported(heir_of(3, parts__frm=0.01), 4, 100) == []
+
+
 def held_out(mean: float, margin: float = 0.04) -> dict[str, float]:
     return {"eval/reward/mean": mean, "eval/reward/low": mean - margin, "eval/reward/high": mean + margin}
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gspo_core import advantage
 from gspo_core.advantage import BatchAdvantages
-from gspo_core.log.sequences import group_metrics, staleness_metrics, train_batch
+from gspo_core.log.changes import with_reward
+from gspo_core.log.sequences import MAX_OTHER_PARTS, group_metrics, staleness_metrics, train_batch
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Group, Segment, Split, Trajectory
 from tests.services.trainer.trainer_kit import episode, group
@@ -138,3 +139,23 @@ def test_an_episode_of_untrained_turns_alone_has_no_sequence() -> None:
     assert (nothing.num_trained, nothing.branches) == (0, ())
     batch = train_batch([replace(whole, trajectories=(nothing, whole.trajectories[1]))], ages, AdvantageConfig())
     assert len(batch.sequences) == 1
+
+
+def test_a_step_with_weights_of_parts_says_how_many_episodes_report_each() -> None:
+    """Of parts without a weight the most frequent ones, however many there are."""
+    many = {f"turn/{number:02}": 0.0 for number in range(40)}
+    of_members = [{"exact": 1.0, "form": 0.5, **many}, {"exact": 0.0}, {}, {"exact": 1.0}]
+    whole = group(0, [1.5, 0.0, 0.0, None])
+    members = [
+        one if one.reward is None else with_reward(one, one.reward, parts)
+        for one, parts in zip(whole, of_members, strict=True)
+    ]
+    batch = [replace(whole, trajectories=tuple(members))]
+    weights = {"exact": 1.0, "frm": 0.5, "unused": 0.0}
+    metrics = train_batch(batch, ages, AdvantageConfig(scale="none", part_weights=weights)).metrics
+    told = {name: value for name, value in metrics.items() if name.startswith("parts/")}
+    assert {name: told[f"parts/{name}"] for name in ("exact", "frm", "form")} == pytest.approx(
+        {"exact": 2 / 3, "frm": 0.0, "form": 1 / 3}
+    )
+    assert len(told) == 2 + MAX_OTHER_PARTS
+    assert not any(name.startswith("parts/") for name in train_batch(batch, ages, AdvantageConfig()).metrics)
