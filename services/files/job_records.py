@@ -43,11 +43,13 @@ class SavedJobs:
 
     def __init__(self, jobs_dir: JobsDir, *, waits_for_room: bool = False) -> None:
         self._jobs_dir = jobs_dir
-        self.remove = jobs_dir.remove
         self.write = write_when_there_is_room if waits_for_room else asyncio.to_thread
 
     def of(self, job: str) -> JobRecords:
         return JobRecords(self._jobs_dir.job(job))
+
+    def remove(self, job: str) -> None:
+        self._jobs_dir.remove(job)
 
 
 class JobRecords:
