@@ -28,7 +28,7 @@ def calculate(expression: str):  # type: ignore[no-untyped-def]
     try:
         return Calculator().calculate(expression)
     except ValueError as error:
-        return f"error: {error}"  # in the words that a policy reads here
+        return f"error: {type(error).__name__}: {error}"  # in the words that a policy reads here
 
 
 calculate.__doc__ = Calculator.calculate.__doc__
