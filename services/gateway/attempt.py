@@ -114,7 +114,7 @@ class AgentAttempt:
         self._episode = AgentEpisode(setting, order, self._tape, self._meter, driver.now)
         self._session: PlayedSession = session
         if order.judge is not None:
-            name = f"{order.key}/{attempt}/judge"
+            name = f"{order.key}/{self._episode.named}/judge"
             self._session = JudgedAgent(session, setting, order.judge, driver.judges, self._last_turn, name)
         if order.agent_pulls:
             self._session = PulledAgent(

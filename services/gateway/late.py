@@ -96,22 +96,28 @@ class LateRewards:
         """``PLAYING`` or ``TAKEN``; raises ``Refusal`` otherwise."""
         key, attempt = named.episode, named.attempt
         name = token or f"-{uuid4().hex}"  # so that a call whose reply was lost is known again
+        said = f"{turn}={(value + 0.0).hex()}"  # -0.0 is 0.0
         keep_trying, counters = self._retrier.keep_trying, self._counters
         word: RewardWord | AwaitedReward = RewardWord.CHANGED
         while word is RewardWord.CHANGED:
-            look = partial(self._bus.look_at_reward, epoch=attempt.epoch)
+            look = partial(self._bus.look_at_reward, said=said, epoch=attempt.epoch)
             word = await keep_trying(look, key, attempt.number, name, self._now())
             if isinstance(word, AwaitedReward):
-                word = await self._take(named, word, value, turn, name)
+                word = await self._take(named, word, value, turn, name, said)
         if word in (RewardWord.LATE, RewardWord.ENDED):
             counters.add(f"rewards/refused_{word}")
             why = "the deadline for its reward is over" if word is RewardWord.LATE else "this episode has ended"
             raise Refusal(RefusalKind.ENDED, why)
+        if word is RewardWord.CONFLICT:
+            counters.add("rewards/refused")
+            raise Refusal(RefusalKind.INVALID, "another reward was posted with this token", param="token")
         if word is RewardWord.TAKEN:
             counters.add("rewards/late")
         return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
 
-    async def _take(self, named: Named, awaited: AwaitedReward, value: float, turn: str, token: str) -> RewardWord:
+    async def _take(
+        self, named: Named, awaited: AwaitedReward, value: float, turn: str, token: str, said: str
+    ) -> RewardWord:
         ended, last = EndedEpisode.decode(awaited.kept), decode(awaited.payload)
         keep_trying, seen = self._retrier.keep_trying, len(awaited.posted)
         try:
@@ -123,8 +129,8 @@ class LateRewards:
             self._counters.add("rewards/refused")
             raise
         if reward is None:
-            return await keep_trying(self._bus.settle_reward, end, token, seen=seen, now=self._now())
-        return await keep_trying(self._bus.post_reward, end, reward, seen=seen, now=self._now())
+            return await keep_trying(self._bus.settle_reward, end, token, said=said, seen=seen, now=self._now())
+        return await keep_trying(self._bus.post_reward, end, reward, said=said, seen=seen, now=self._now())
 
 
 def _of_turn(

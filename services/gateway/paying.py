@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from gspo_core.reported_numbers import BeyondBounds, check_size
 from services.gateway.dialects.turns import Refusal, RefusalKind
 
 Source = Literal["returned", "judge", "posted"]
@@ -41,6 +42,10 @@ class Payer(msgspec.Struct, frozen=True):
             )
         if not self.lowest <= value <= self.highest:
             raise Refusal(RefusalKind.INVALID, f"{value:g} is outside {self.range_text}", param="reward")
+        try:
+            check_size("the reward", value)
+        except BeyondBounds as error:
+            raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
 
     @property
     def range_text(self) -> str:
@@ -56,6 +61,7 @@ class Payer(msgspec.Struct, frozen=True):
             raise ValueError("its rewards have no finite sum")
         if not self.lowest <= found <= self.highest:
             raise ValueError(f"its rewards are {found:g} in all, outside {self.range_text}")
+        check_size("the sum of its rewards", found)
         return found
 
     def total_with(self, values: Iterable[float]) -> float:

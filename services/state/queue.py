@@ -416,26 +416,29 @@ class Bus:
         await self._functions.call("await_reward", bus_keys(end.key.job), token, *segment, *rest)
 
     async def look_at_reward(
-        self, key: EpisodeKey, attempt: int, token: str, now: float, *, epoch: int | None = None
+        self, key: EpisodeKey, attempt: int, token: str, now: float, *, said: str = "", epoch: int | None = None
     ) -> RewardWord | AwaitedReward:
-        """What a reward with this token would be for. ``epoch``: in which that attempt was dispatched."""
+        """What a reward with this token would be for. ``said``: which one it is, in words that are the same whenever it
+        is sent; ``epoch``: in which that attempt was dispatched."""
         since = "" if epoch is None else epoch
         row = await self._functions.call(
-            "look_at_reward", bus_keys(key.job), member_name(key), attempt, token, _ms(now), since
+            "look_at_reward", bus_keys(key.job), member_name(key), attempt, token, _ms(now), since, said
         )
         return read_awaited(row)
 
-    async def post_reward(self, end: Append, reward: PostedReward, *, seen: int, now: float) -> RewardWord:
+    async def post_reward(
+        self, end: Append, reward: PostedReward, *, said: str = "", seen: int, now: float
+    ) -> RewardWord:
         """Pay a turn of an episode that waits. ``end`` is its last segment with that, if no more comes.
 
         ``seen``: how many such rewards the caller has seen.
         """
         items = (reward.turn, float(reward.value).hex())
-        return await self._post(end, reward.token, now, seen, "turn", *items)
+        return await self._post(end, reward.token, now, seen, "turn", *items, said)
 
-    async def settle_reward(self, end: Append, token: str, *, seen: int, now: float) -> RewardWord:
+    async def settle_reward(self, end: Append, token: str, *, said: str = "", seen: int, now: float) -> RewardWord:
         """End the wait: ``end`` is the last segment, with the reward."""
-        return await self._post(end, token, now, seen, "end")
+        return await self._post(end, token, now, seen, "end", "", "", said)
 
     async def _post(self, end: Append, token: str, now: float, seen: int, *rest: str | int) -> RewardWord:
         place = (member_name(end.key), end.attempt, token, _ms(now), seen * ITEMS_OF_A_REWARD)

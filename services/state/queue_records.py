@@ -170,7 +170,9 @@ class RewardWord(StrEnum):
 
     TAKEN = "taken"
     AGAIN = "again"
-    """A reward with this token was taken before."""
+    """This reward was taken before, with this token."""
+    CONFLICT = "conflict"
+    """Another reward was taken with this token."""
     CHANGED = "changed"
     """Another reward came in between: look again."""
     LATE = "late"

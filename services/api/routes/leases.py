@@ -18,6 +18,7 @@ import msgspec
 from fastapi import Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
+from gspo_core.reported_numbers import MOST_SIZE
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
@@ -56,7 +57,7 @@ class ExtendQuery(BaseModel):
 class FinishQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    reward: FiniteFloat | None = None
+    reward: Annotated[FiniteFloat, Field(ge=-MOST_SIZE, le=MOST_SIZE)] | None = None
     """What the episode was worth, within the `reward_range` of its environment; left out: what was posted with its key,
     or what `get_reward` of the job says."""
 

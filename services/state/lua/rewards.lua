@@ -6,21 +6,41 @@
 -- Tokens of rewards that were taken, so that one that is sent again is known even when its group is gone.
 local REWARD_TOKENS_KEPT = 65536
 
+-- How many kinds of what a token said the low part of a score can tell apart.
+local SAYINGS = 2 ^ 20
+
 local function posted_name(episode, attempt, token)
   return episode .. "/" .. attempt .. "/" .. token
 end
 
-local function remember_posted(K, episode, attempt, token)
+-- One in a million of those that differ is taken for the same.
+local function saying(said)
+  return tonumber(string.sub(redis.sha1hex(said), 1, 5), 16)
+end
+
+-- An earlier release does not tell what was said.
+local function remember_posted(K, episode, attempt, token, said)
   if token ~= "" then
-    redis.call("ZADD", K.posted, redis.call("HINCRBY", K.meta, "posted", 1), posted_name(episode, attempt, token))
+    local score = redis.call("HINCRBY", K.meta, "posted", 1) * SAYINGS + (said and saying(said) or 0)
+    redis.call("ZADD", K.posted, score, posted_name(episode, attempt, said and redis.sha1hex(token) or token))
     if redis.call("ZCARD", K.posted) > REWARD_TOKENS_KEPT then
       redis.call("ZPOPMIN", K.posted)
     end
   end
 end
 
-local function was_posted(K, episode, attempt, token)
-  return token ~= "" and redis.call("ZSCORE", K.posted, posted_name(episode, attempt, token))
+-- "again" if this was said with this token before, "conflict" if something else was, nil if nothing was.
+local function was_posted(K, episode, attempt, token, said)
+  if token == "" then
+    return nil
+  elseif redis.call("ZSCORE", K.posted, posted_name(episode, attempt, token)) then
+    return "again"
+  end
+  local score = redis.call("ZSCORE", K.posted, posted_name(episode, attempt, redis.sha1hex(token)))
+  if not score then
+    return nil
+  end
+  return (not said or tonumber(score) % SAYINGS == saying(said)) and "again" or "conflict"
 end
 
 local function read_waiting(K, episode)
@@ -98,11 +118,13 @@ local function is_of_a_lost_queue(K, episode, epoch)
 end
 
 -- What may be said of a reward for this episode; "" if it may be taken.
-local function refusal_of_reward(K, episode, state, attempt, epoch, token, now)
+local function refusal_of_reward(K, episode, state, attempt, epoch, token, said, now)
   if is_of_a_lost_queue(K, episode, epoch) then
     return "ended"
-  elseif was_posted(K, episode, attempt, token) then
-    return "again"
+  end
+  local posted = was_posted(K, episode, attempt, token, said)
+  if posted then
+    return posted
   elseif not state or state.attempt > attempt or (state.done and state.attempt == attempt) then
     return "ended"
   elseif not state.waits or state.attempt < attempt then
@@ -111,13 +133,14 @@ local function refusal_of_reward(K, episode, state, attempt, epoch, token, now)
   return now > read_waiting(K, episode).deadline and "late" or ""
 end
 
--- episode, attempt, token, now (Unix milliseconds), epoch in which its group was dispatched -> word, and if the episode waits for it (word ""): its last segment
--- without a reward, what was kept, and the rewards of turns that came meanwhile, three items each
+-- episode, attempt, token, now (Unix milliseconds), epoch in which its group was dispatched, what the token says -> word,
+-- and if the episode waits for it (word ""): its last segment without a reward, what was kept, and the rewards of turns
+-- that came meanwhile, three items each
 register("look_at_reward", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local episode, attempt = args[1], tonumber(args[2])
   local state = view_episode(K, episode)
-  local word = refusal_of_reward(K, episode, state, attempt, tonumber(args[5]), args[3], tonumber(args[4]))
+  local word = refusal_of_reward(K, episode, state, attempt, tonumber(args[5]), args[3], args[6], tonumber(args[4]))
   if word ~= "" then
     return {word}
   end
@@ -130,13 +153,13 @@ register("look_at_reward", READS, function(keys, args)
 end)
 
 -- episode, attempt, token, now, how many items of rewards the caller has seen, the last segment with the reward, its
--- digest, "end", or "turn" with turn and value: what a turn was paid, which ends nothing yet -> word as above, "changed"
--- if there are more by now, "taken" if it was taken
+-- digest, "end", or "turn", turn and value or two empty texts, what the token says: what a turn was paid ends nothing yet
+-- -> word as above, "changed" if there are more by now, "taken" if it was taken
 register("post_reward", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local episode, attempt, token, kind = args[1], tonumber(args[2]), args[3], args[8]
   local state = read_episode(K, episode)
-  local word = refusal_of_reward(K, episode, state, attempt, nil, token, tonumber(args[4]))
+  local word = refusal_of_reward(K, episode, state, attempt, nil, token, args[11], tonumber(args[4]))
   if word ~= "" then
     return word
   end
@@ -144,7 +167,7 @@ register("post_reward", {}, function(keys, args)
   if #waiting.posted ~= tonumber(args[5]) then
     return "changed"
   end
-  remember_posted(K, episode, attempt, token)
+  remember_posted(K, episode, attempt, token, args[11])
   if kind == "end" then
     end_waiting(K, episode, state, args[6], args[7])
     redis.call("HINCRBY", K.meta, "late_rewards", 1)

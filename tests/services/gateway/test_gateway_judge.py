@@ -89,7 +89,7 @@ async def test_a_judge_gives_the_reward(table: Table, codec: HermesCodec, asking
     assert {name: kept.value(name) for name in kept.told} == {"judge": verdict(0.75).text, "task": {"number": 1}}
     (asked,), (headers,) = server.asked, server.headers
     assert (asked["model"], asked["temperature"], len(asked["messages"])) == ("m", 0, 1)
-    assert (headers["idempotency-key"], "authorization" in headers) == (f"{JOB}/0/0/0/judge", False)
+    assert (headers["idempotency-key"], "authorization" in headers) == (f"{JOB}/0/0/0/0/judge", False)
     first, *conversation, last = asked["messages"][0]["content"].splitlines()
     assert (first, last) == ("Task 1.", "Is Fine. good?")
     assert [json.loads(line) for line in conversation[-4:]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -131,6 +132,30 @@ async def test_a_reward_comes_an_hour_after_the_end_and_counts_once(table: Table
     assert outcome.evidence.value("task") == {"number": 1}
     (ready,) = await table.bus.ready_groups(JOB)
     assert ready.num_waited == 1
+
+
+async def test_a_token_that_was_used_for_another_reward_is_refused(table: Table, codec: HermesCodec) -> None:
+    now = Hours()
+    played = await play(table, codec, now)
+    door = gateway(table.bus, now)
+    await door.reward(played.key, -0.0, turn="turn-0-0", token="t")
+    await gateway(table.bus, now).reward(played.key, 0.0, turn="turn-0-0", token="t")
+    assert await refused(door.reward(played.key, 0.25, turn="turn-0-1", token="t")) is RefusalKind.INVALID
+    assert await refused(door.reward(played.key, 1.0, token="t")) is RefusalKind.INVALID
+    await door.reward(played.key, 0.75, token="u")
+    outcome = (await played.record())[-1].outcome
+    assert outcome is not None
+    assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.0})
+
+
+@pytest.mark.parametrize("reward", [2e15, -2e15, 1e308])
+async def test_a_reward_is_as_small_as_that_of_an_environment(table: Table, codec: HermesCodec, reward: float) -> None:
+    """Larger ones would leave no number of their group."""
+    played = await play(table, codec, Hours())
+    door = gateway(table.bus, Hours())
+    assert await refused(door.reward(played.key, reward)) is RefusalKind.INVALID
+    await door.reward(played.key, math.copysign(7e14, reward), turn="turn-0-0")
+    assert await refused(door.reward(played.key, math.copysign(7e14, reward))) is RefusalKind.INVALID  # in all
 
 
 async def test_what_is_known_of_the_end_stays(table: Table, codec: HermesCodec) -> None:

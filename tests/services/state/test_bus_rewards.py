@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.keys import bus_keys
+from services.state.keys import BUS_KEYS, bus_keys
 from services.state.queue import Append, Bus, Fenced, Gap, LeasedEpisode, Snapshot, Stage
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord, Waiting
 from services.state.server import connect
@@ -85,6 +85,29 @@ async def test_a_reward_ends_the_wait_once(bus: Bus, claim: Claim) -> None:
     assert await bus.settle_reward(end(lease, b"paid"), "t", seen=0, now=NOW) is RewardWord.AGAIN
     assert await bus.look_at_reward(lease.key, 0, "u", NOW) is RewardWord.ENDED
     assert (await bus.usage(job)).charged_bytes == 0
+
+
+async def test_a_token_stands_for_one_reward(bus: Bus, claim: Claim) -> None:
+    token, (lease,) = await lease_all(bus, claim, 1)
+    await bus.await_reward(token, end(lease, b"none"), b"kept", NOW + HOUR)
+    first, other = PostedReward("t" * 50_000, 0, 0.5), PostedReward("t" * 50_000, 1, 0.5)
+    assert await bus.post_reward(end(lease, b"one"), first, said="0=0.5", seen=0, now=NOW) is RewardWord.TAKEN
+    assert await bus.post_reward(end(lease, b"two"), other, said="1=0.5", seen=1, now=NOW) is RewardWord.CONFLICT
+    assert await bus.settle_reward(end(lease, b"x"), first.token, said="=0.5", seen=1, now=NOW) is RewardWord.CONFLICT
+    assert await bus.look_at_reward(lease.key, 0, first.token, NOW, said="0=0.5") is RewardWord.AGAIN
+    assert await bus.settle_reward(end(lease, b"paid"), "u", said="=1", seen=1, now=NOW) is RewardWord.TAKEN
+    assert await bus.settle_reward(end(lease, b"more"), "u", said="=2", seen=1, now=NOW) is RewardWord.CONFLICT
+    assert await payloads(bus, claim.job_id) == [b"x" * 10, b"paid"]
+
+
+async def test_tokens_of_an_earlier_release_are_known(bus: Bus, claim: Claim, redis_client: Redis) -> None:
+    """It kept them whole, and not what was said with them."""
+    token, (lease,) = await lease_all(bus, claim, 1)
+    await bus.await_reward(token, end(lease, b"none"), b"kept", NOW + HOUR)
+    posted = bus_keys(claim.job_id)[BUS_KEYS.index("posted")]
+    await redis_client.zadd(posted, {"0:0/0/t": 1})
+    assert await bus.settle_reward(end(lease, b"paid"), "t", said="=1", seen=0, now=NOW) is RewardWord.AGAIN
+    assert await bus.settle_reward(end(lease, b"paid"), "u", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
 
 
 async def test_rewards_of_turns_are_kept_until_the_last_one(bus: Bus, claim: Claim) -> None:

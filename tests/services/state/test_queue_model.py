@@ -407,14 +407,14 @@ class QueueModel:
         seen += unseen
         end = Append(key, attempt, len(episode.segments) if episode else 0, f"{key}:{turn}".encode(), final=True)
         now = self.unix
-        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now))
-        paid = PostedReward(token, turn or 0, choice / 8)
+        paid, said = PostedReward(token, turn or 0, choice / 8), f"{turn}={choice % 3}"
+        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now, said=said))
         for _ in range(2):
             if turn is None:
-                self.same(lambda side: side.bus.settle_reward(end, token, seen=seen, now=now))
+                self.same(lambda side: side.bus.settle_reward(end, token, said=said, seen=seen, now=now))
             else:
-                self.same(lambda side: side.bus.post_reward(end, paid, seen=seen, now=now))
-        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now))
+                self.same(lambda side: side.bus.post_reward(end, paid, said=said, seen=seen, now=now))
+        self.same(lambda side: side.bus.look_at_reward(key, attempt, token, now, said=said))
 
     @rule(former=SELDOM, seconds=of(0, 1, 5, 20))
     def deadlines_pass(self, former: bool, seconds: int) -> None:

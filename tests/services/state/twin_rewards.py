@@ -29,8 +29,10 @@ class TwinAwaitedRewards:
         episode.note = end.note or episode.note
         episode.awaited = TwinAwaited(token, end.payload, kept, deadline)
 
-    async def look_at_reward(self, key: EpisodeKey, attempt: int, token: str, now: float) -> RewardWord | AwaitedReward:
-        word = self._word(key, attempt, token, now)
+    async def look_at_reward(
+        self, key: EpisodeKey, attempt: int, token: str, now: float, *, said: str = ""
+    ) -> RewardWord | AwaitedReward:
+        word = self._word(key, attempt, token, said, now)
         if word is not None:
             return word
         episode = find(self._world.queue(key.job), key)
@@ -38,11 +40,11 @@ class TwinAwaitedRewards:
         assert episode.awaited is not None
         return AwaitedReward(episode.awaited.payload, episode.awaited.kept, tuple(episode.awaited.posted))
 
-    def _word(self, key: EpisodeKey, attempt: int, token: str, now: float) -> RewardWord | None:
+    def _word(self, key: EpisodeKey, attempt: int, token: str, said: str, now: float) -> RewardWord | None:
         queue = self._world.queue(key.job)
         episode = find(queue, key)
-        if (key, attempt, token) in queue.tokens_posted:
-            return RewardWord.AGAIN
+        if (before := queue.tokens_posted.get((key, attempt, token))) is not None:
+            return RewardWord.AGAIN if before == said else RewardWord.CONFLICT
         if episode is None or episode.attempt > attempt:
             return RewardWord.ENDED
         if episode.attempt == attempt and episode.stage in (Stage.DONE, Stage.DEAD):
@@ -51,14 +53,18 @@ class TwinAwaitedRewards:
             return RewardWord.PLAYING
         return RewardWord.LATE if now > episode.awaited.deadline else None
 
-    async def post_reward(self, end: Append, reward: PostedReward, *, seen: int, now: float) -> RewardWord:
-        return self._post(end, reward.token, seen, now, reward)
+    async def post_reward(
+        self, end: Append, reward: PostedReward, *, said: str = "", seen: int, now: float
+    ) -> RewardWord:
+        return self._post(end, reward.token, said, seen, now, reward)
 
-    async def settle_reward(self, end: Append, token: str, *, seen: int, now: float) -> RewardWord:
-        return self._post(end, token, seen, now, None)
+    async def settle_reward(self, end: Append, token: str, *, said: str = "", seen: int, now: float) -> RewardWord:
+        return self._post(end, token, said, seen, now, None)
 
-    def _post(self, end: Append, token: str, seen: int, now: float, reward: PostedReward | None) -> RewardWord:
-        word = self._word(end.key, end.attempt, token, now)
+    def _post(
+        self, end: Append, token: str, said: str, seen: int, now: float, reward: PostedReward | None
+    ) -> RewardWord:
+        word = self._word(end.key, end.attempt, token, said, now)
         if word is not None:
             return word
         queue = self._world.queue(end.key.job)
@@ -68,7 +74,7 @@ class TwinAwaitedRewards:
         if len(episode.awaited.posted) != seen:
             return RewardWord.CHANGED
         if token:
-            queue.tokens_posted.add((end.key, end.attempt, token))
+            queue.tokens_posted[end.key, end.attempt, token] = said
         if reward is None:
             queue.num_late += 1
             end_waiting(queue, end.key, episode, end.payload)

@@ -118,7 +118,7 @@ class TwinQueue:
     """Token -> worker, of all that ever leased."""
     dead_letters: list[DeadLetter] = field(default_factory=list)
     num_dead_letters: int = 0
-    tokens_posted: set[tuple[EpisodeKey, int, str]] = field(default_factory=set)
+    tokens_posted: dict[tuple[EpisodeKey, int, str], str] = field(default_factory=dict)
     """Tokens of rewards that were taken late."""
     num_late: int = 0
     num_missed: int = 0
