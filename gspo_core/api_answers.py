@@ -363,9 +363,9 @@ class Taken(TypedDict):
     index: int
     accepted: bool
     reason: str | None
-    """`not_open`, `held`, `duplicate`, `gap`, `length_mismatch`, `no_action`, `unknown_token`, `unknown_version`,
-    `stale`, `non_finite`, `invalid_logprob`, `too_long`, `invalid_outcome`, `job_not_running`. Why it was not
-    accepted."""
+    """`not_open`, `held`, `duplicate`, `gap`, `length_mismatch`, `no_action`, `no_prefix`, `unknown_token`,
+    `unknown_version`, `stale`, `non_finite`, `invalid_logprob`, `too_long`, `invalid_outcome`, `job_not_running`. Why
+    it was not accepted."""
     message: str | None
 
 

@@ -9,6 +9,7 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from gspo_core.job_spec import MOST_WITHOUT, LeftOut
+from gspo_core.reported_numbers import MOST_SIZE
 from gspo_core.spec import JobSpec, ParentSpec, RecordedSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
@@ -24,7 +25,8 @@ MAX_REWARDS = 1 << 17
 router = v1_router("jobs", "/jobs")
 
 
-Rewarded = Annotated[dict[str, FiniteFloat], Field(min_length=1, max_length=1024)]
+Reward = Annotated[FiniteFloat, Field(ge=-MOST_SIZE, le=MOST_SIZE)]
+Rewarded = Annotated[dict[str, Reward], Field(min_length=1, max_length=1024)]
 
 
 class ForkRequest(BaseModel):
@@ -41,7 +43,7 @@ class ForkRequest(BaseModel):
     without: Annotated[list[LeftOut], Field(max_length=MOST_WITHOUT)] = Field(default_factory=list)
     """With `same_batches`: what these batches lack, as in a replay: groups (`130`), episodes (`130/4`), parts of the
     reward by their name."""
-    rewards: Annotated[dict[str, FiniteFloat], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)
+    rewards: Annotated[dict[str, Reward], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)
     """With `same_batches`: rewards in place of those recorded, by episode: `{"349/2": 1.0}` (`gspo rescore --to`)."""
     name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Its label. Left out: the parent's."""
@@ -112,6 +114,7 @@ async def fork(
         # Else what is said of its settings is beside the point.
         await forking.require_kept(context, at, caller, rewards)
         raise
+    recording.require_compared(spec, digest)
     if query.dry_run:
         submitting.require_reasonable(spec)
         found = await forking.planned(context, spec, caller, rewards)
@@ -145,7 +148,7 @@ class RetrainRequest(BaseModel):
     """The step of this job whose batch is the first. Left out: the oldest that is kept."""
     last: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     """The step whose batch is the last. Left out: the newest."""
-    rewards: Annotated[dict[str, FiniteFloat], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)
+    rewards: Annotated[dict[str, Reward], Field(max_length=MAX_REWARDS)] = Field(default_factory=dict)
     """Rewards in place of those recorded, by episode: `{"349/2": 1.0}` (`gspo rescore --to`)."""
     traces: Annotated[list[Rewarded], Field(max_length=MAX_REWARDS)] = Field(default_factory=list)
     """In place of episodes: conversations that keys had with this job, by id, each with its reward; those that are
@@ -207,6 +210,7 @@ async def retrain(
     source = await context.store.jobs.get(id)
     at, num_steps = await _wanted(context, source, wanted)
     spec = recording.retrained(source, at, num_steps, wanted.name, wanted.set)
+    recording.require_compared(spec, at.rewards)
     if query.dry_run:
         submitting.require_reasonable(spec)
         if at.traces:

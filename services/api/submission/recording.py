@@ -62,6 +62,16 @@ def by_member(rewards: Mapping[str, float]) -> Rewards:
     return found
 
 
+def require_compared(spec: JobSpec, rewards: str | None) -> None:
+    """Rewards that come with the request have no parts. ``rewards``: their digest. Raises RequestRefused."""
+    if rewards is not None and spec.objective.advantage.part_weights is not None:
+        raise _invalid(
+            "rewards",
+            "with objective.advantage.part_weights only parts of rewards are compared, and those that are given have "
+            "none: set objective.advantage.part_weights to null",
+        )
+
+
 def retrained(
     source: JobRecord, at: RecordedSpec, num_steps: int, name: str | None, changes: Mapping[str, JSON]
 ) -> JobSpec:

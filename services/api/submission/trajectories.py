@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from gspo_core.codec import SegmentRejected, decode, encode
 from gspo_core.invariants import InvalidValue
+from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 
@@ -35,6 +36,7 @@ Reason = Literal[
     "gap",
     "length_mismatch",
     "no_action",
+    "no_prefix",
     "unknown_token",
     "unknown_version",
     "stale",
@@ -149,6 +151,11 @@ def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], envir
         raise TrajectoryRefused(
             "unknown_token", f"token ids of this model are below {rules.vocab_size}, not {max(given.token_ids)}"
         )
+    if not num_held and given.mask and given.mask[0]:
+        raise TrajectoryRefused(
+            "no_prefix",
+            "the first token of an episode follows nothing, so nobody can have sampled it: push the prompt too",
+        )
     if given.is_last and not any(given.mask) and not any(one.num_actions for one in held):
         raise TrajectoryRefused("no_action", "the policy has sampled no token of this episode")
     _check_numbers(given)
@@ -163,6 +170,12 @@ def _check_numbers(given: PushedTrajectory) -> None:
     rewards = [] if given.reward is None else [given.reward]
     if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):
         raise TrajectoryRefused("non_finite", "log-probs, reward and metrics must be finite")
+    try:
+        check_size("the reward", given.reward or 0.0)
+        for numbers in (given.metrics, given.reward_parts):
+            check_all(numbers)
+    except BeyondBounds as error:
+        raise TrajectoryRefused("invalid_outcome", str(error)) from None
     for value, acts in zip(given.logprobs, given.mask, strict=True):
         if value < _LEAST:
             raise TrajectoryRefused("non_finite", f"{value} does not fit in a 32-bit float")

@@ -30,6 +30,7 @@ from tests.services.api.recorded_job import write_model as with_tokenizer
 
 FIRST = f"{GROUPS * 2}/0"
 """An episode of the third step."""
+PARTS = {"objective.advantage": {"scale": "batch_std", "part_weights": {"right": 1.0}}}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,10 @@ async def test_a_repeated_request_makes_one_job(http: httpx.AsyncClient, job: st
         ({"rewards": {"999/0": 1.0}}, 422, "there is no episode 999/0"),
         ({"last": 2, "rewards": {FIRST: 1.0}}, 422, f"there is no episode {FIRST}"),
         ({"rewards": {"x": 1.0}}, 422, "x names no episode"),
+        ({"rewards": {FIRST: 2e15}}, 422, "less than or equal to 1000000000000000"),
+        ({"traces": [{"1": -2e15}]}, 422, "greater than or equal to -1000000000000000"),
+        ({"rewards": {FIRST: 1.0}, "set": PARTS}, 422, "only parts of rewards are compared"),
+        ({"traces": [{"1": 1.0}], "set": PARTS}, 422, "only parts of rewards are compared"),
         ({"traces": [{"1": 1.0}], "first": 1}, 422, "stand in place of episodes"),
         ({"traces": [{"1": 1.0}]}, 422, "no conversation 1 is kept"),
         ({"set": {"evaluation.every": 2}}, 422, "plays none"),
@@ -160,6 +165,9 @@ async def test_a_fork_may_be_fed_with_other_rewards(
     assert answer.status_code == 201, answer.text
     origin = Past(JobDir(tmp_path / "jobs" / answer.json()["id"]).origin.path)
     assert origin.batch(3).trajectories[0].reward == 0.125
+    for query in ({"dry_run": True}, {}):
+        weighted = await http.post(f"/v1/jobs/{job}/fork", json={**body, "set": PARTS}, params=query)
+        assert "set objective.advantage.part_weights to null" in error_of(weighted)["message"], query
     refused = await http.post(f"/v1/jobs/{job}/fork", json={**body, "same_batches": False})
     assert "set same_batches" in error_of(refused)["message"]
     for absent in ({"step": 3}, {"without": [FIRST]}, {"without": [FIRST.partition("/")[0]]}, {"last": 2}):

@@ -127,6 +127,7 @@ async def test_each_bad_item_is_refused_for_its_own_reason_and_the_good_ones_are
         "invalid_logprob": item(logprobs=[0, 0, 0.1, -1, -1, 0, -1]),
         "too_long": item(token_ids=[1] * 65, mask=[True] * 65, logprobs=[-1.0] * 65),
         "no_action": item(mask=[False] * 7, logprobs=[0] * 7),
+        "no_prefix": item(mask=[True] * 7, logprobs=[-1.0] * 7),
         "invalid_outcome": item(stop_reason="env_error"),
         "non_finite": item(logprobs=[0, 0, -1e300, -1, -1, 0, -1]),
         "gap": item(num_before=3),
@@ -141,6 +142,13 @@ async def test_each_bad_item_is_refused_for_its_own_reason_and_the_good_ones_are
     metrics = (await http.get("/metrics")).text
     assert 'gspo_pushed_trajectories_total{fate="accepted"} 3.0' in metrics
     assert 'gspo_pushed_trajectories_total{fate="stale"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("beyond", [{"reward": 2e15}, {"metrics": {"n": -2e15}}, {"reward_parts": {"p": 1e200}}])
+async def test_no_number_is_larger_than_that_of_an_environment(
+    http: httpx.AsyncClient, bus: Bus, claim: Claim, beyond: dict[str, Any]
+):
+    assert await push(http, claim, item(**beyond), item()) == ["invalid_outcome", "accepted"]
 
 
 async def test_an_episode_comes_in_pieces_and_no_piece_counts_twice(http: httpx.AsyncClient, bus: Bus, claim: Claim):
