@@ -349,8 +349,9 @@ class AgentEpisode:
 
     async def _sample(self, turn: LiveTurn) -> None:
         while (finish := self._budget.ending(turn)) is None:
-            await self._sample_chunk(turn)
-            turn.stored()
+            if await self._budget.until_room(turn):
+                await self._sample_chunk(turn)
+                turn.stored()
         turn.entry.finish = finish
         self._answer(turn)
         self._let_go(turn)
