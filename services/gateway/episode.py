@@ -338,13 +338,13 @@ class AgentEpisode:
     def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
-        if self._budget.ending(turn) is None:
+        if (finish := self._budget.ending(turn)) is None:
             entry.answer, entry.num_told = b"", -1  # whoever read it meanwhile read a part of it
             task = asyncio.create_task(self._sample_or_fail(turn), name=f"{self._order.key} {turn.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._answer(turn)
+            self._answer(turn, finish)
         return turn
 
     async def _sample(self, turn: LiveTurn) -> None:
@@ -352,8 +352,7 @@ class AgentEpisode:
             if await self._budget.until_room(turn):
                 await self._sample_chunk(turn)
                 turn.stored()
-        turn.entry.finish = finish
-        self._answer(turn)
+        self._answer(turn, finish)
         self._let_go(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
@@ -403,8 +402,8 @@ class AgentEpisode:
         self._parts.touch(turn.entry.number, is_due=True)
         return head(sampled, ended[0] - len(taped.sampled))
 
-    def _answer(self, turn: LiveTurn) -> None:
-        turn.entry.finish = turn.entry.finish or "stop"
+    def _answer(self, turn: LiveTurn, finish: str) -> None:
+        turn.entry.finish = finish
         turn.settle(self._answers.read(turn.entry, turn.ask.tools))
 
     def _let_go(self, turn: LiveTurn) -> None:
