@@ -23,6 +23,7 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
+from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.redaction import Redactor, redacted
@@ -126,15 +127,20 @@ class Talking:
         self._conversations: OrderedDict[int, tuple[tuple[str, str], AgentEpisode]] = OrderedDict()
         """By trace, each with its key and its user; the one that was silent longest first."""
         self._repeated: set[str] = set()
+        self._deciding: Deciding = {}
+        """Requests without a turn yet, by their key and what is equal in those that repeat them."""
 
     async def ask(self, key: str, ask: TurnRequest) -> Delivery:
         if ask.unsupported:
             raise ask.unsupported[0]  # no job says otherwise
-        with self._repeating(Presented.read(key), ask) as is_given_again:
-            presented, _ = await self._known(key, num_turns=int(not is_given_again))
-            job = await self._jobs.get(presented.job)
-            conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
-            delivery = await conversation.ask(ask)
+        given = Presented.read(key)
+        name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
+        async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
+            with self._repeating(given, ask) as is_given_again:
+                presented, _ = await self._known(key, num_turns=int(not is_given_again))
+                job = await self._jobs.get(presented.job)
+                conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
+                delivery = await conversation.ask(ask)
         delivery.trace = str(conversation.key.group)
         return delivery
 

@@ -18,6 +18,8 @@ from services.episodes.counters import Counters
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
+from services.gateway.lengths import LONG_BYTES
+from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob
 from services.gateway.talking import Talking
@@ -29,7 +31,7 @@ from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
-from tests.services.rollout.rollout_kit import Speech, spec
+from tests.services.rollout.rollout_kit import Speech, spec, until
 
 HI = user("hi")
 NOW = 1_700_000_000.0
@@ -281,6 +283,41 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert (await place.talks.all(place.job))[0].num_turns == 2
     assert (await place.say(key, HI, is_retry=True)).id == first.id  # also when all is used up
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
+
+
+@pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
+@pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
+async def test_a_request_and_its_retry_at_once_are_one_turn(
+    place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int, fields: dict[str, Any]
+) -> None:
+    """Long ones too, which are encoded before they have a turn."""
+    asked = replace(request(HI, **fields), num_bytes=num_bytes)
+    is_encoding, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: TurnPlanner, ask: Any) -> None:
+        """The first one alone."""
+        if not is_encoding.is_set():
+            is_encoding.set()
+            await may_go_on.wait()
+
+    monkeypatch.setattr(TurnPlanner, "encoded", slow)
+    key = await place.key()
+    first = asyncio.create_task(place.talking.ask(key, asked))
+    if num_bytes > LONG_BYTES:
+        await is_encoding.wait()
+    second = asyncio.create_task(place.talking.ask(key, asked if fields else replace(asked, is_retry=True)))
+    await until(lambda: second.done() or num_in_turn(place) == 2)
+    may_go_on.set()
+    deliveries = [await first, await second]
+    answers = [await take(one) for one in deliveries]
+    assert {one.trace for one in deliveries} == {*map(str, await place.traces())}
+    assert (len({one.id for one in answers}), len(await place.traces())) == (1, 1)
+    assert (await place.talks.all(place.job))[0].num_turns == 1
+    assert place.talking._deciding == {}
+
+
+def num_in_turn(place: Place) -> int:
+    return sum(number for _, number in place.talking._deciding.values())
 
 
 async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_was_lost(place: Place) -> None:
