@@ -74,7 +74,7 @@ class AgentEpisode:
         self._now = now
         self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
-        self.history = History(self._digest, self._answers.is_in)
+        self.history = History(self._digest, self._answers.is_in, self._answers.is_joined)
         self._plan = TurnPlanner(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}

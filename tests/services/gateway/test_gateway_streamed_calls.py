@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
+from gspo_core.messages import Message
 from services.gateway.app import DIALECTS
 from services.gateway.canonical import of_answer, of_message
 from services.gateway.dialects.turns import Answer, Piece, ToolChoice
@@ -18,7 +19,8 @@ from services.gateway.reading import certain, read
 from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
 from tests.services.gateway.fake_turns import MODEL, Scripted
 from tests.services.gateway.fake_turns import call as named
-from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, request, take, user
+from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, request, result, take, user
+from tests.services.gateway.gateway_kit import said as sent_back
 from tests.services.gateway.speakers import SPEAKERS
 from tests.services.rollout.rollout_kit import Speech
 
@@ -131,6 +133,47 @@ async def test_a_conversation_goes_on_behind_words_behind_a_call(
     assert (await take(await one.episode.ask(more.ask))).text == "fine"
     assert "drift/forks" not in one.counters
     judge(one.records.segments(), one.policy.served)
+
+
+def _joined(answer: Answer, between: str, behind: str | None = None) -> Message:
+    behind = answer.behind.strip() if behind is None else behind
+    return {**sent_back(answer), "content": f"{answer.before}{between}{behind}"}
+
+
+@pytest.mark.parametrize("between", ["", " ", "\n", "\n\n\n"])
+@pytest.mark.parametrize("begun", ["So. ", ""])
+async def test_texts_around_a_call_are_known_however_a_client_joins_them(
+    codec: HermesCodec, begun: str, between: str
+) -> None:
+    """pydantic-ai puts an empty line between those of a stream."""
+    one = bench(codec, f"{begun}{call(1)}\nDone.", chunk=512)
+    one.policy.speeches += [Speech(codec).say("fine"), Speech(codec).say("well")]
+    answer = await one.ask(HI, tools=(ADD,))
+    history = [HI, _joined(answer, between), result(answer, "2")]
+    fine = await one.ask(*history, tools=(ADD,))
+    assert (await one.ask(*history, sent_back(fine), user("and?"), tools=(ADD,))).text == "well"
+    assert "drift/forks" not in one.counters
+    judge(one.records.segments(), one.policy.served)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: _joined(answer, " ", "Done!"),
+        lambda answer: _joined(answer, " and "),
+        lambda answer: {**sent_back(answer), "content": answer.before},
+        lambda answer: {
+            **_joined(answer, "\n\n"),
+            "tool_calls": [{"id": answer.call_ids[0], "function": {"name": "add", "arguments": {"amount": 2}}}],
+        },
+    ],
+)
+async def test_other_texts_around_a_call_or_another_call_are_an_edited_history(codec: HermesCodec, change: Any) -> None:
+    one = bench(codec, f"So. {call(1)}\nDone.", chunk=512)
+    one.policy.speeches.append(Speech(codec).say("fine"))
+    answer = await one.ask(HI, tools=(ADD,))
+    await one.ask(HI, change(answer), result(answer, "2"), tools=(ADD,))
+    assert one.counters["drift/forks_edited_history"] == one.counters["drift/forks"] == 1
 
 
 async def test_where_no_calls_are_wanted_none_is_told(codec: HermesCodec) -> None:
