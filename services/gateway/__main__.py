@@ -121,7 +121,8 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
         serving = answer(app, settings.gateway_bind, fd, has_ended)
         get_logger().info("agents are sent here", url=url)
         try:
-            beside = [Drains(redis).wait(config.name, stop), forget_for_ever(talks, keep)]
+            forgetting = [forget_for_ever(talks, keep), talking.leave_ended_for_ever()]
+            beside = [Drains(redis).wait(config.name, stop), *forgetting]
             await work_and_answer(worker, serving, has_ended, beside, stop)
         finally:
             await talking.close()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gspo_core.chat import ChatCodec
-from gspo_core.messages import ToolSchema
+from gspo_core.chat.text import text_of
+from gspo_core.messages import Message, ToolSchema
 from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
 from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
 from services.gateway.endings import before_stop_text
@@ -65,6 +66,19 @@ class Answers:
         if not entry.answer:
             self._note(entry, self._reading(entry, tools))
         return entry.answer
+
+    def is_joined(self, entry: TurnEntry, message: Message, tools: Sequence[ToolSchema]) -> bool:
+        """Whether the message is the answer with other blanks between its texts before and behind calls: some clients
+        keep both and join them in a way of their own."""
+        if not message.get("tool_calls"):
+            return False
+        reading = self._reading(entry, tools)
+        behind = reading.text[len(reading.text) - reading.num_behind :].strip()
+        before = reading.text.removesuffix(behind).strip()
+        text = text_of(message).strip()
+        if not behind or not (text.startswith(before) and text[len(before) :].strip() == behind):
+            return False
+        return of_message({**message, "content": reading.text}) == self.digest(entry, tools)
 
     def is_in(self, entry: TurnEntry, text: str) -> bool:
         """Whether ``text`` quotes what the turn said; of a few characters it might do so by chance."""

@@ -1,11 +1,13 @@
 """What an agent's episode may still have: turns, calls, tokens, time; and what ends a turn.
 
 Rule: a limit refuses the next request by name, and never takes back what was given. Tokens that are being sampled are
-counted before they are there, so turns side by side stay within the limits together.
+counted before they are there, so turns side by side stay within the limits together: a turn to which they leave nothing
+waits for what becomes of them. Only what was sampled spends a limit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Collection, Iterator
@@ -29,6 +31,7 @@ class Budget:
         self._stop_ids = stop_ids
         self._num_reserved = 0
         """Tokens that may come from what is being sampled."""
+        self._released = asyncio.Event()
 
     def check(self, num_turns: int, num_calls: int) -> None:
         """Raises ``Refusal`` where the episode may have no further turn."""
@@ -52,6 +55,16 @@ class Budget:
             yield
         finally:
             self._num_reserved -= num_tokens
+            released, self._released = self._released, asyncio.Event()
+            released.set()
+
+    async def until_room(self, turn: LiveTurn) -> bool:
+        """Whether ``turn``, which goes on, has room at once. If not, it has waited for tokens that may not have come:
+        look again how it ends."""
+        if self.room(turn) > 0:
+            return True
+        await self._released.wait()
+        return False
 
     def ending(self, turn: LiveTurn) -> str | None:
         """How the turn ended, if nothing more is sampled for it."""
@@ -75,7 +88,7 @@ class Budget:
             return StopReason.REPETITION
         if len(turn.taped.branch.ids) >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
-        if self._tape.num_sampled + self._num_reserved >= limits.max_episode_tokens:
+        if self._tape.num_sampled >= limits.max_episode_tokens:
             return StopReason.MAX_TOKENS
         return StopReason.EPISODE_TIMEOUT if self._meter.spent_s > limits.episode_timeout_s else None
 

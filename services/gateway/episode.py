@@ -9,9 +9,8 @@ is worth.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -25,6 +24,7 @@ from services.gateway.canonical import of_key
 from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind, TurnRequest
 from services.gateway.endings import first_call_end, head, stop_text_end
 from services.gateway.history import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
+from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.keys import AttemptId
 from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
@@ -74,12 +74,12 @@ class AgentEpisode:
         self._now = now
         self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
-        self.history = History(self._digest, self._answers.is_in)
+        self.history = History(self._digest, self._answers.is_in, self._answers.is_joined)
         self._plan = TurnPlanner(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
-        self._deciding: dict[str, tuple[asyncio.Lock, int]] = {}
-        """By the digest of long requests under way, with their number."""
+        self._deciding: Deciding = {}
+        """Long requests, which take their time, by their digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
@@ -140,7 +140,9 @@ class AgentEpisode:
         if not is_long(ask):
             turn = self._again(ask) or self._begin(ask, None)
         else:
-            async with self._in_turn(ask.digest):
+            async with in_turn(
+                self._deciding, ask.digest
+            ):  # else a retry would be a turn, and so would what it repeats
                 num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
                 self._check_alive()
                 if num_beyond is not None:
@@ -150,20 +152,6 @@ class AgentEpisode:
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
         return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
-
-    @contextlib.asynccontextmanager
-    async def _in_turn(self, digest: str) -> AsyncIterator[None]:
-        """Equal requests that take their time are decided upon in the order in which they came: else a retry would be a
-        turn, and so would what it repeats."""
-        lock, num_waiting = self._deciding.get(digest) or (asyncio.Lock(), 0)
-        self._deciding[digest] = lock, num_waiting + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, num_waiting = self._deciding.pop(digest)
-            if num_waiting > 1:
-                self._deciding[digest] = lock, num_waiting - 1
 
     def knows(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
@@ -338,21 +326,21 @@ class AgentEpisode:
     def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
-        if self._budget.ending(turn) is None:
+        if (finish := self._budget.ending(turn)) is None:
             entry.answer, entry.num_told = b"", -1  # whoever read it meanwhile read a part of it
             task = asyncio.create_task(self._sample_or_fail(turn), name=f"{self._order.key} {turn.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._answer(turn)
+            self._answer(turn, finish)
         return turn
 
     async def _sample(self, turn: LiveTurn) -> None:
         while (finish := self._budget.ending(turn)) is None:
-            await self._sample_chunk(turn)
-            turn.stored()
-        turn.entry.finish = finish
-        self._answer(turn)
+            if await self._budget.until_room(turn):
+                await self._sample_chunk(turn)
+                turn.stored()
+        self._answer(turn, finish)
         self._let_go(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
@@ -402,8 +390,8 @@ class AgentEpisode:
         self._parts.touch(turn.entry.number, is_due=True)
         return head(sampled, ended[0] - len(taped.sampled))
 
-    def _answer(self, turn: LiveTurn) -> None:
-        turn.entry.finish = turn.entry.finish or "stop"
+    def _answer(self, turn: LiveTurn, finish: str) -> None:
+        turn.entry.finish = finish
         turn.settle(self._answers.read(turn.entry, turn.ask.tools))
 
     def _let_go(self, turn: LiveTurn) -> None:

@@ -1,9 +1,10 @@
 """Matches a request to the longest stored conversation, with its answer, that the request begins with.
 
-Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what
-was stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is
-still that answer. Requests are known by digests, and answers by their length too: the client sends its whole history
-each time, so nothing of it needs to be kept but the stop texts. It neither encodes nor samples.
+Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what was
+stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is still
+that answer, and so is one whose texts before and behind calls a client has joined in its own way. Requests are known by
+digests, and answers by their length too: the client sends its whole history each time, so nothing of it needs to be
+kept but the stop texts. It neither encodes nor samples.
 """
 
 from __future__ import annotations
@@ -143,12 +144,14 @@ class History:
         self,
         answer_of: Callable[[TurnEntry, Sequence[ToolSchema]], bytes],
         is_answer_in: Callable[[TurnEntry, str], bool],
+        is_joined: Callable[[TurnEntry, Message, Sequence[ToolSchema]], bool],
     ) -> None:
         """``answer_of``: the digest of a turn's answer, read with these tools. ``is_answer_in``: whether a text quotes
-        it."""
+        it. ``is_joined``: whether a message says it with other blanks before what stands behind its calls."""
         self.entries: dict[int, TurnEntry] = {}
         self._answer_of = answer_of
         self._is_answer_in = is_answer_in
+        self._is_joined = is_joined
         self._by_request: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_bare: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_digest: defaultdict[str, list[TurnEntry]] = defaultdict(list)
@@ -251,6 +254,8 @@ class History:
                 answers = [(entry, self._answer_of(entry, tools)) for entry in entries]
                 equal = [entry for entry, found in answers if found == answer]
                 whole = [entry for entry, found in answers if found]
+                if not equal and is_answer:
+                    equal = [entry for entry in whole if self._is_joined(entry, messages[number], tools)]
                 if equal:
                     yield Node(number + is_answer, self._freshest(equal))
                 elif is_answer and (extended := self._extended(whole, messages[number])) is not None:

@@ -1,14 +1,13 @@
 """Reads what an agent is given out of the ids that the policy sampled.
 
 Rule: text is read from ids, never the other way round. What cannot be read as a call stays in the text as it was
-sampled, so nothing that the policy wrote is hidden from the agent.
+sampled, and so do words between calls and behind them: nothing that the policy wrote is hidden from the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import msgspec
 
@@ -41,21 +40,35 @@ def read(
     """``overlap``: as a turn's entry has it. Without ``gives_calls`` all calls are text."""
     parsed = codec.parse(sampled, tools)
     calls = tuple(call for call in parsed.calls if _is_readable(call) and gives_calls)
-    text = parsed.text
-    if len(calls) < len(parsed.calls):
-        odd = [codec.tokenizer.decode(sampled[one.start : one.end]) for one in parsed.calls if one not in calls]
-        text = "\n".join([text, *odd]).strip()
+    before, behind = _texts(codec, sampled, parsed, calls)
+    text = _joined([before, behind])
     hidden = overlap.rstrip()
     if hidden and text.endswith(hidden):
         text = text.removesuffix(hidden).rstrip()
-    num_behind = max(len(text) - len(_before(codec, sampled, parsed)), 0) if calls else 0
-    return Reading(text, parsed.reasoning, calls, parsed, num_behind)
+    return Reading(text, parsed.reasoning, calls, parsed, max(len(text) - len(before), 0) if calls else 0)
 
 
-def _before(codec: ChatCodec, sampled: Sequence[int], parsed: ParsedTurn) -> str:
-    """The text before the first readable call, with what stands there and is none."""
-    odd = takewhile(lambda call: not _is_readable(call), parsed.calls)
-    return "\n".join([parsed.text, *(codec.tokenizer.decode(sampled[one.start : one.end]) for one in odd)]).strip()
+def _texts(codec: ChatCodec, sampled: Sequence[int], parsed: ParsedTurn, given: Sequence[ToolCall]) -> tuple[str, str]:
+    """The text before the first call that is given, and behind it, with what stands there and is none."""
+    before, behind = [parsed.text], list[str]()
+    if not parsed.calls:
+        return parsed.text, ""
+    decode, texts = codec.tokenizer.decode, before
+    end = parsed.calls[0].start
+    for call in parsed.calls:
+        texts.append(decode(sampled[end : call.start]))
+        if call in given:
+            texts = behind
+        else:
+            texts.append(decode(sampled[call.start : call.end]))
+        end = call.end
+    stop = next((place for place in range(end, len(sampled)) if sampled[place] in codec.stop_ids), len(sampled))
+    texts.append(decode(sampled[end:stop]))
+    return _joined(before), _joined(behind)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return "\n".join(filter(None, map(str.strip, texts)))
 
 
 def _is_readable(call: ToolCall) -> bool:
@@ -77,7 +90,7 @@ def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema], *
     parsed = codec.parse(ids, tools)
     calls = tuple(call for call in parsed.calls if call.is_final and _is_readable(call) and gives_calls)
     if calls:
-        return Reading(_before(codec, ids, parsed), parsed.reasoning, calls, parsed)
+        return Reading(_texts(codec, ids, parsed, calls)[0], parsed.reasoning, calls, parsed)
     may_be_call = not parsed.calls and parsed.text.startswith("{")
     text = "" if may_be_call else parsed.text
     return Reading(text.rstrip(DAMAGED).rstrip(), parsed.reasoning.rstrip(DAMAGED).rstrip(), (), parsed)

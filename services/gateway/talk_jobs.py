@@ -1,7 +1,7 @@
 """The policies that keys talk to without an episode: for each job that is talked to, its codec and engines.
 
-Rule: a job is loaded when it is first asked for and left when it is over; nothing of its environments is started. Its
-turns wait for the same engines as its episodes do, in the order of their arrival.
+Rule: a job is loaded when it is first asked for and left when it is over or gone; nothing of its environments is
+started. Its turns wait for the same engines as its episodes do, in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class TalkJobs:
         try:
             record = await self._store.jobs.get(job)
         except JobNotFound:
+            await self._leave(job)
             raise Refusal(RefusalKind.UNKNOWN_KEY, "the job of this key does not exist") from None
         if record.status.is_terminal:
             await self._leave(job)
@@ -65,6 +66,18 @@ class TalkJobs:
             if job not in self._jobs:
                 self._jobs[job] = await self._load(job, record.spec)
             return self._jobs[job]
+
+    async def leave_ended(self) -> None:
+        """Also those that nobody asks for any more. Raises ``Away`` and ``RedisFault``."""
+        for job in list(self._jobs):
+            if await self._is_over(job):
+                await self._leave(job)
+
+    async def _is_over(self, job: str) -> bool:
+        try:
+            return (await self._store.jobs.get(job)).status.is_terminal
+        except JobNotFound:
+            return True
 
     async def close(self) -> None:
         for one in self._jobs.values():

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 from gspo_core.chat import ChatCodec
@@ -23,12 +23,14 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
+from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.redaction import Redactor, redacted
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
-from services.state.away import Away
+from services.process.telemetry import get_logger
+from services.state.away import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.refusals import Fenced, Full
 from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetention
@@ -38,6 +40,7 @@ from services.workers.timings import Timings
 # Beyond these the one that was silent longest is let go; if it goes on, that is another trace.
 MAX_CONVERSATIONS = 256
 MAX_TURNS = 1000
+LEAVE_EVERY_S = 60.0
 FOREVER = 10**9
 
 
@@ -104,6 +107,14 @@ class _Nobody:
         raise RuntimeError("a conversation has no attempts")
 
 
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    key: str
+    user: str
+    job: TalkJob
+    episode: AgentEpisode
+
+
 class Talking:
     """The ``Turns`` of keys that begin with ``tk_``."""
 
@@ -123,18 +134,23 @@ class Talking:
         self._now = now
         self._model_names = tuple(model_names)
         self._redact = redact
-        self._conversations: OrderedDict[int, tuple[tuple[str, str], AgentEpisode]] = OrderedDict()
-        """By trace, each with its key and its user; the one that was silent longest first."""
+        self._conversations: OrderedDict[int, _Conversation] = OrderedDict()
+        """By trace; the one that was silent longest first."""
         self._repeated: set[str] = set()
+        self._deciding: Deciding = {}
+        """Requests without a turn yet, by their key and what is equal in those that repeat them."""
 
     async def ask(self, key: str, ask: TurnRequest) -> Delivery:
         if ask.unsupported:
             raise ask.unsupported[0]  # no job says otherwise
-        with self._repeating(Presented.read(key), ask) as is_given_again:
-            presented, _ = await self._known(key, num_turns=int(not is_given_again))
-            job = await self._jobs.get(presented.job)
-            conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
-            delivery = await conversation.ask(ask)
+        given = Presented.read(key)
+        name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
+        async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
+            with self._repeating(given, ask) as is_given_again:
+                presented, _ = await self._known(key, num_turns=int(not is_given_again))
+                job = await self._jobs.get(presented.job)
+                conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
+                delivery = await conversation.ask(ask)
         delivery.trace = str(conversation.key.group)
         return delivery
 
@@ -156,10 +172,26 @@ class Talking:
 
     async def close(self) -> None:
         """Whoever waits is told to ask again."""
-        for _, conversation in self._conversations.values():
-            await conversation.abandon()
+        for conversation in self._conversations.values():
+            await conversation.episode.abandon()
         self._conversations.clear()
         await self._jobs.close()
+
+    async def leave_ended(self) -> None:
+        """Jobs that are over, with their conversations. Raises ``Away`` and ``RedisFault``."""
+        await self._jobs.leave_ended()
+        for trace, conversation in list(self._conversations.items()):
+            if conversation.job.leaving.is_set():
+                self._conversations.pop(trace, None)
+                await conversation.episode.abandon()
+
+    async def leave_ended_for_ever(self, every_s: float = LEAVE_EVERY_S) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.leave_ended()
+            except (Away, RedisFault) as error:
+                get_logger().warning("jobs that are over are left later", error=str(error))
 
     async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKeyRecord]:
         presented = Presented.read(key)
@@ -194,20 +226,20 @@ class Talking:
 
     def _continued(self, key: str, ask: TurnRequest) -> AgentEpisode | None:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
-        for trace, ((owner, user), conversation) in reversed(self._conversations.items()):
-            is_theirs = owner == key and ask.user in ("", user)
-            if is_theirs and len(conversation.history.entries) < MAX_TURNS and conversation.knows(ask):
+        for trace, one in reversed(self._conversations.items()):
+            is_theirs = one.key == key and ask.user in ("", one.user) and not one.job.leaving.is_set()
+            if is_theirs and len(one.episode.history.entries) < MAX_TURNS and one.episode.knows(ask):
                 self._conversations.move_to_end(trace)
-                return conversation
+                return one.episode
         return None
 
     def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
-        conversation = self._conversation(presented, job, user)
-        self._conversations[conversation.key.group] = (presented.id, user), conversation
+        episode = self._conversation(presented, job, user)
+        self._conversations[episode.key.group] = _Conversation(presented.id, user, job, episode)
         if len(self._conversations) > MAX_CONVERSATIONS:
-            _, (_, oldest) = self._conversations.popitem(last=False)
-            asyncio.get_running_loop().create_task(oldest.abandon())
-        return conversation
+            _, oldest = self._conversations.popitem(last=False)
+            asyncio.get_running_loop().create_task(oldest.episode.abandon())
+        return episode
 
     def _conversation(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
         jobs, records = self._jobs, self._records(presented.id, user, job.codec)

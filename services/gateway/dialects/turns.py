@@ -104,7 +104,7 @@ class Answer:
     stop_text: str = ""
     """The one of ``TurnRequest.stop`` that ended the turn, where one did."""
     num_behind: int = 0
-    """Characters at the end of ``text`` that are told behind the calls: what could not be read as a call there."""
+    """Characters at the end of ``text`` that are told behind the calls: what was written there and is no call."""
 
     @property
     def before(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 from pydantic_ai import Agent
-from pydantic_ai.messages import ModelRequest, ModelResponse, TextPart, UserPromptPart
+from pydantic_ai.messages import ModelRequest, ModelResponse, UserPromptPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -74,12 +74,7 @@ class Play:
         for message in found.new_messages():
             if isinstance(message, ModelResponse):
                 self.report.heard(len(message.tool_calls))
-                self.report.branches["edited_history"] += self._is_joined(message)
         return found
-
-    def _is_joined(self, message: ModelResponse) -> bool:
-        """Texts before and behind a call are sent back as one, with an empty line between them."""
-        return isinstance(self.model, OpenAIChatModel) and sum(isinstance(one, TextPart) for one in message.parts) > 1
 
     async def run(self, before: list[Any] | None = None, prompt: str = "") -> str:
         """Until it answers. Returns what it was asked."""

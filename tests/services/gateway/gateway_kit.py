@@ -81,6 +81,8 @@ class BabblingPolicy:
     rng: random.Random
     speeches: list[list[int]] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    """For how many tokens, also where nothing was answered yet."""
     gate: asyncio.Event | None = None
     """Nothing is answered before it is set."""
     silent_after: int | None = None
@@ -102,6 +104,7 @@ class BabblingPolicy:
         sampling_seed: int | None = None,
     ) -> Sampled:
         prompt = list(input_ids)
+        self.asked.append(max_new_tokens)
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()

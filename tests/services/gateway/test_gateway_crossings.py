@@ -23,7 +23,7 @@ from services.gateway.history import MAX_REPEAT_KEYS
 from services.gateway.lengths import LONG_BYTES
 from services.gateway.plan import TurnPlanner
 from services.gateway.snapshots import TreeSnapshot
-from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, request, said, take, user
+from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, read, request, said, take, user
 from tests.services.gateway.test_gateway_episode import bench, refused
 from tests.services.rollout.rollout_kit import Speech
 
@@ -95,6 +95,24 @@ async def test_nothing_goes_on_from_an_answer_that_is_still_sampled(codec: Herme
     await take(beside)
     assert not two.episode.failure.done()
     assert two.episode.history.entries[int(beside.id.rsplit("-", 1)[1])].parent is None
+
+
+@pytest.mark.parametrize(("text", "finish"), [("A long answer.", "length"), ("A long", "stop")])
+async def test_a_gateway_that_takes_over_says_how_the_last_tokens_ended_their_turn(
+    codec: HermesCodec, text: str, finish: str
+) -> None:
+    """The other one died between storing them and storing that."""
+    one, most = bench(codec, text), 6 + (finish == "stop")
+    lost = await read(await one.episode.ask(request(HI, max_tokens=most)))
+    kept = one.records.snapshot
+    assert kept is not None
+    assert [entry.finish for entry in TreeSnapshot.decode(kept.data).turns] == [""]
+    assert not kept.parts
+    two = taken_over(one, BabblingPolicy(codec, random.Random(0)))
+    told = await two.ask(HI, max_tokens=most, is_retry=True)
+    assert (lost.finish, told.finish) == (finish, finish)
+    assert (told.id, told.text) == (lost.id, "A long")
+    assert not two.policy.served
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 512])

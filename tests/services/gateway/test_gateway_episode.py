@@ -431,6 +431,64 @@ async def test_parallel_turns_never_exceed_the_episodes_tokens(codec: HermesCode
     judge(one.records.segments(), one.policy.served)
 
 
+def helpers(codec: HermesCodec, *speeches: str, max_tokens: int) -> Bench:
+    """Two of the turns side by side may come to all tokens of the episode."""
+    limits = {"max_episode_tokens": 2 * max_tokens}
+    one = bench(codec, *speeches, limits=limits, rollout={"group_size": 2, "chunk_tokens": max_tokens})
+    one.policy.gate = asyncio.Event()
+    return one
+
+
+async def test_a_turn_waits_for_tokens_that_others_may_need_and_gets_those_that_they_did_not(
+    codec: HermesCodec,
+) -> None:
+    one = helpers(codec, *["Fine."] * 5, max_tokens=16)
+    deliveries = [await one.episode.ask(request(user(str(number)))) for number in range(5)]
+    await until(lambda: len(one.policy.asked) == 2)
+    one.policy.gate.set()
+    answers = [await take(delivery) for delivery in deliveries]
+    assert [(answer.text, answer.finish) for answer in answers] == [("Fine.", "stop")] * 5
+    assert max(most for most in one.policy.asked) <= 16
+    assert one.episode.stopped is None
+    assert one.tape.num_sampled == 5 * len(one.speech.say("Fine."))
+
+
+async def test_tokens_that_were_sampled_meanwhile_end_a_turn_that_waited_for_them(codec: HermesCodec) -> None:
+    one = helpers(codec, *["word " * 40] * 2, max_tokens=8)
+    deliveries = [await one.episode.ask(request(user(str(number)))) for number in range(3)]
+    await until(lambda: len(one.policy.asked) == 2)
+    one.policy.gate.set()
+    answers = [await take(delivery) for delivery in deliveries]
+    assert [(answer.usage.num_sampled_tokens, answer.finish) for answer in answers] == [
+        (8, "length"),
+        (8, "length"),
+        (0, "length"),
+    ]
+    assert one.episode.stopped is StopReason.MAX_TOKENS
+
+
+@pytest.mark.parametrize("end", ["seal", "abandon"])
+async def test_a_turn_that_waits_for_tokens_ends_with_the_episode(codec: HermesCodec, end: str) -> None:
+    one = helpers(codec, max_tokens=8)
+    deliveries = [await one.episode.ask(request(user(str(number)))) for number in range(3)]
+    await until(lambda: len(one.policy.asked) == 2)
+    await getattr(one.episode, end)()
+    for delivery in deliveries:
+        assert (await refused(read(delivery))).kind is (RefusalKind.ENDED if end == "seal" else RefusalKind.AWAY)
+
+
+async def test_a_turn_that_waits_for_tokens_of_one_that_fails_is_told_so(codec: HermesCodec) -> None:
+    one = helpers(codec, max_tokens=8)
+    deliveries = [await one.episode.ask(request(user(str(number)))) for number in range(3)]
+    await until(lambda: len(one.policy.asked) == 2)
+    assert isinstance(one.records, HeldRecords)
+    one.records.token = "another"
+    one.policy.gate.set()
+    for delivery in deliveries:
+        assert (await refused(read(delivery))).kind is RefusalKind.AWAY
+    await one.episode.abandon()
+
+
 @pytest.mark.parametrize("messages", [[], [HI, {"role": "assistant", "content": "prefill"}]])
 async def test_a_request_without_a_question_is_refused(codec: HermesCodec, messages: Any) -> None:
     refusal = await refused(Bench(codec).ask(*messages))

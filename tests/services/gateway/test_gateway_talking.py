@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +20,10 @@ from services.episodes.counters import Counters
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
+from services.gateway.lengths import LONG_BYTES
+from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
-from services.gateway.talk_jobs import TalkJob
+from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.talking import Talking
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
@@ -29,7 +33,7 @@ from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
-from tests.services.rollout.rollout_kit import Speech, spec
+from tests.services.rollout.rollout_kit import Speech, spec, until
 
 HI = user("hi")
 NOW = 1_700_000_000.0
@@ -283,6 +287,41 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
 
 
+@pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
+@pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
+async def test_a_request_and_its_retry_at_once_are_one_turn(
+    place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int, fields: dict[str, Any]
+) -> None:
+    """Long ones too, which are encoded before they have a turn."""
+    asked = replace(request(HI, **fields), num_bytes=num_bytes)
+    is_encoding, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: TurnPlanner, ask: Any) -> None:
+        """The first one alone."""
+        if not is_encoding.is_set():
+            is_encoding.set()
+            await may_go_on.wait()
+
+    monkeypatch.setattr(TurnPlanner, "encoded", slow)
+    key = await place.key()
+    first = asyncio.create_task(place.talking.ask(key, asked))
+    if num_bytes > LONG_BYTES:
+        await is_encoding.wait()
+    second = asyncio.create_task(place.talking.ask(key, asked if fields else replace(asked, is_retry=True)))
+    await until(lambda: second.done() or num_in_turn(place) == 2)
+    may_go_on.set()
+    deliveries = [await first, await second]
+    answers = [await take(one) for one in deliveries]
+    assert {one.trace for one in deliveries} == {*map(str, await place.traces())}
+    assert (len({one.id for one in answers}), len(await place.traces())) == (1, 1)
+    assert (await place.talks.all(place.job))[0].num_turns == 1
+    assert place.talking._deciding == {}
+
+
+def num_in_turn(place: Place) -> int:
+    return sum(number for _, number in place.talking._deciding.values())
+
+
 async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_was_lost(place: Place) -> None:
     key = await place.key(max_turns=2)
     lost = await place.talking.ask(key, request(HI))
@@ -293,6 +332,75 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert lost.id in {one.id for one in answers}
     assert len(answers) == 2
     assert (await place.talks.all(place.job))[0].num_turns == 2
+
+
+@pytest.fixture
+async def loaded(
+    place: Place, store: Store, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TalkJobs]:
+    """Jobs as a gateway loads them; no engine serves any, so turns wait."""
+    monkeypatch.setattr("services.gateway.talk_jobs.read_spec", lambda text: spec())
+    monkeypatch.setattr("services.gateway.talk_jobs.read_model", lambda path, chat: (codec, 4096, 1000))
+    none: Any = None
+    jobs = TalkJobs(store, (), none, time.monotonic, random.Random(0))
+    place.talking = Talking(place.talks, jobs, KEEP, lambda: NOW)
+    yield jobs
+    await place.talking.close()
+
+
+async def end(place: Place, store: Store, way: str) -> None:
+    if way == "over":
+        await store.jobs.set_status(place.job, "cancelled")
+    else:
+        await place.redis.delete(job_key(place.job, "job"))
+
+
+@pytest.mark.parametrize("way", ["over", "gone"])
+async def test_a_job_that_has_ended_is_left_also_if_nobody_asks_for_it_again(
+    place: Place, loaded: TalkJobs, store: Store, way: str
+) -> None:
+    key = await place.key()
+    waiting = await place.talking.ask(key, request(HI))
+    await place.talking.leave_ended()
+    assert (set(loaded._jobs), set(loaded._tasks)) == ({place.job}, {"", place.job})
+    watching = loaded._tasks[place.job]
+    await end(place, store, way)
+    await place.talking.leave_ended()
+    assert (set(loaded._jobs), set(loaded._tasks), watching.done()) == (set(), {""}, True)
+    assert not place.talking._conversations
+    assert await refused(waiting.whole()) is RefusalKind.AWAY
+
+
+@pytest.mark.parametrize(("way", "kind"), [("over", RefusalKind.ENDED), ("gone", RefusalKind.UNKNOWN_KEY)])
+async def test_a_job_that_has_ended_is_left_when_it_is_asked_for(
+    place: Place, loaded: TalkJobs, store: Store, way: str, kind: RefusalKind
+) -> None:
+    key = await place.key()
+    waiting = await place.talking.ask(key, request(HI))
+    await end(place, store, way)
+    assert await refused(place.talking.ask(key, request(HI))) is kind
+    assert (set(loaded._jobs), set(loaded._tasks)) == (set(), {""})
+    await place.talking.leave_ended()
+    assert not place.talking._conversations
+    assert await refused(waiting.whole()) is RefusalKind.AWAY
+
+
+async def test_jobs_that_have_ended_are_looked_for_again_also_after_redis_was_away(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    async def fails(talking: Talking) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            raise asyncio.CancelledError
+        raise Away(AwayReason.LOADING)
+
+    monkeypatch.setattr(Talking, "leave_ended", fails)
+    with pytest.raises(asyncio.CancelledError):
+        await place.talking.leave_ended_for_ever(every_s=0.0)
+    assert tries == 3
 
 
 def without_numbers(text: str) -> str:
