@@ -140,9 +140,8 @@ class AgentEpisode:
         if not is_long(ask):
             turn = self._again(ask) or self._begin(ask, None)
         else:
-            async with in_turn(
-                self._deciding, ask.digest
-            ):  # else a retry would be a turn, and so would what it repeats
+            # Else a retry would be a turn, and so would what it repeats.
+            async with in_turn(self._deciding, ask.digest):
                 num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
                 self._check_alive()
                 if num_beyond is not None:
