@@ -189,7 +189,7 @@ class JobRun:
         """Train on the batches of another job; return whether the run is over before it needs any other."""
         await self._services.status.started()
         self.phase.enter(Phase.STEPPING)
-        while not await self._is_over(learner):
+        while not await self._is_over(learner, is_fed=True):
             if await self._hold():
                 continue
             if (batch := await asyncio.to_thread(next, batches, None)) is None:
@@ -279,8 +279,9 @@ class JobRun:
         self.phase.enter(Phase.STEPPING)
         return was_held
 
-    async def _is_over(self, learner: AnyLearner) -> bool:
-        """Apply the user's changes at a step boundary and return whether the job ends here."""
+    async def _is_over(self, learner: AnyLearner, *, is_fed: bool = False) -> bool:
+        """Apply the user's changes at a step boundary and return whether the job ends here. ``is_fed``: what its parent
+        had under way is not, so no step is owed to it."""
         job = await self._services.store.jobs.get(self._job)
         if self._context.tuning.version != job.settings_version:
             await self._publishing.finish()  # a new stop condition reads reported metrics
@@ -289,7 +290,7 @@ class JobRun:
         ):
             data = {"step": self._lineage.step + 1, **self._context.tuning.logged()}
             await self._services.store.events.add(self._job, "settings.applied", data, token=self._claim.token)
-        if self.phase.has_enough(fills_step=self._context.fills_step):
+        if self.phase.has_enough(fills_step=self._context.fills_step and not is_fed):
             return True
         if self.phase.manner is not None:
             await self._services.status.winds_up()
