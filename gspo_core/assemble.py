@@ -2,7 +2,8 @@
 
 Rule: the result depends on *which* segments arrived, never on their order or on duplicates. A higher attempt supersedes
 a lower one; two different segments for the same place are an error, because one must be wrong and there is no telling
-which. It ignores segments of forgotten groups, so a late redelivery cannot bring them back.
+which: an attempt that was not complete by then never will be, so no episode is joined from two that were sampled. It
+ignores segments of forgotten groups, so a late redelivery cannot bring them back.
 
 It does not decide whether a group is ready, and it keeps everything it is given: admission bounds memory.
 """
@@ -88,6 +89,11 @@ class Assembler:
         open_members = sorted(member for member, episode in members.items() if episode.trajectory() is None)
         return tuple(EpisodeKey(self._job or "", group, member) for member in open_members)
 
+    def broken(self, group: int) -> dict[int, int]:
+        """Members of ``group`` whose newest attempt never completes because of a conflict, with that attempt."""
+        members = self._groups.get(group, {})
+        return {member: episode.attempt for member, episode in members.items() if episode.is_broken}
+
     def forget(self, group: int) -> None:
         """Free the segments of ``group``, committed or dropped, and ignore any that still arrive."""
         self._groups.pop(group, None)
@@ -110,30 +116,33 @@ class _Episode:
     """Versions that sampled at least one of its tokens."""
     complete: Trajectory | None = None
     """Cached, because callers poll while they wait for a group."""
+    is_broken: bool = False
+    """Segments of two different continuations have come, before it was complete."""
 
     def add(self, segment: Segment) -> None:
         known = self.segments.get(segment.index)
         if known is not None:
             if known != segment:
-                raise ConflictingSegment(
-                    f"{segment.key} attempt {segment.attempt}: two different segments have index {segment.index}"
-                )
+                raise self._conflict(segment, f"two different segments have index {segment.index}")
             return
         end = segment.index if segment.is_final else self.last
         if end is not None and (end < max(self.highest, segment.index) or self.last not in (None, end)):
-            raise ConflictingSegment(
-                f"{segment.key} attempt {segment.attempt}: it ends with index {end}, "
-                f"but there is a segment {max(self.highest, segment.index)}"
-            )
+            highest = max(self.highest, segment.index)
+            raise self._conflict(segment, f"it ends with index {end}, but there is a segment {highest}")
         self.segments[segment.index] = segment
         if segment.num_actions:
             self.versions.add(segment.version)
         self.last = end
         self.highest = max(self.highest, segment.index)
 
+    def _conflict(self, segment: Segment, what: str) -> ConflictingSegment:
+        self.is_broken = self.trajectory() is None  # a whole one may have been used
+        return ConflictingSegment(f"{segment.key} attempt {segment.attempt}: {what}")
+
     def trajectory(self) -> Trajectory | None:
         # Indexes are distinct and none exceeds the last, so the count proves that there is no gap.
-        if self.complete is None and self.last is not None and len(self.segments) == self.last + 1:
+        is_whole = self.last is not None and len(self.segments) == self.last + 1
+        if self.complete is None and is_whole and not self.is_broken:
             self.complete = Trajectory(self.prefix())
         return self.complete
 

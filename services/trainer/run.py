@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.learner import check_state, computing
+from gspo_core.live_settings import tuned
 from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
@@ -36,7 +37,7 @@ from services.files.batch_archive import LogHistory, archived
 from services.files.batch_log import spent
 from services.files.trained_log import TrainedLog
 from services.process.first_to_end import first_to_end
-from services.state.store import Claim, StatusReason
+from services.state.store import Claim, JobRecord, StatusReason
 from services.trainer.fall_guard import FallGuard
 from services.trainer.fleet.parity import LabelledWeights, ParityGate
 from services.trainer.groups.admission import Admission
@@ -146,9 +147,9 @@ class JobRun:
             await asyncio.to_thread(learner.copy_weights), self._context.held.version, self._lineage.step
         )
         if spec.recorded is not None:
-            await self._train_recorded(learner)
+            await self._train_recorded(learner, spec)
             return
-        if await self._is_fed(learner):
+        if await self._is_fed(learner, spec):
             return
         described = DescribedEnvironments(services.store, self._job, status, kind=kind_of(spec))
         num_tasks = await described.num_tasks(len(spec.environments))
@@ -169,9 +170,9 @@ class JobRun:
         finally:
             evaluator.cancel()
 
-    async def _is_fed(self, learner: AnyLearner) -> bool:
+    async def _is_fed(self, learner: AnyLearner, submitted: JobSpec) -> bool:
         """Train a fork on the batches that it was brought; return whether that was all that it had to do."""
-        batches = fed_batches(self._services.job_dir, self._spec, self._lineage.step)
+        batches = fed_batches(self._services.job_dir, submitted, self._lineage.step)
         if (first := next(batches, None)) is None:
             return False
         if not await self._ends_on(learner, chain([first], batches)):
@@ -180,16 +181,16 @@ class JobRun:
         await self._close(learner)
         return True
 
-    async def _train_recorded(self, learner: AnyLearner) -> None:
+    async def _train_recorded(self, learner: AnyLearner, submitted: JobSpec) -> None:
         """Take the steps of a job that is trained on recorded episodes and on nothing else."""
-        await self._ends_on(learner, fed_batches(self._services.job_dir, self._spec, self._lineage.step))
+        await self._ends_on(learner, fed_batches(self._services.job_dir, submitted, self._lineage.step))
         await self._close(learner)
 
     async def _ends_on(self, learner: AnyLearner, batches: Iterator[LoggedBatch]) -> bool:
         """Train on the batches of another job; return whether the run is over before it needs any other."""
         await self._services.status.started()
         self.phase.enter(Phase.STEPPING)
-        while not await self._is_over(learner):
+        while not await self._is_over(learner, is_fed=True):
             if await self._hold():
                 continue
             if (batch := await asyncio.to_thread(next, batches, None)) is None:
@@ -279,22 +280,26 @@ class JobRun:
         self.phase.enter(Phase.STEPPING)
         return was_held
 
-    async def _is_over(self, learner: AnyLearner) -> bool:
-        """Apply the user's changes at a step boundary and return whether the job ends here."""
+    async def _is_over(self, learner: AnyLearner, *, is_fed: bool = False) -> bool:
+        """Apply the user's changes at a step boundary and return whether the job ends here. ``is_fed``: what its parent
+        had under way is not, so no step is owed to it."""
         job = await self._services.store.jobs.get(self._job)
-        if self._context.tuning.version != job.settings_version:
-            await self._publishing.finish()  # a new stop condition reads reported metrics
-        if self._context.tuning.version != job.settings_version and await asyncio.to_thread(
-            self._context.tuning.apply, learner, job.settings_version, job.settings
-        ):
-            data = {"step": self._lineage.step + 1, **self._context.tuning.logged()}
-            await self._services.store.events.add(self._job, "settings.applied", data, token=self._claim.token)
-        if self.phase.has_enough(fills_step=self._context.fills_step):
+        await self._apply_settings(learner, job)
+        if self.phase.has_enough(fills_step=self._context.fills_step and not is_fed):
             return True
         if self.phase.manner is not None:
             await self._services.status.winds_up()
         self._ending = await self._stopping.reached(job, self._spec, self._lineage.step)
         return self._ending is not None
+
+    async def _apply_settings(self, learner: AnyLearner, job: JobRecord) -> None:
+        tuning = self._context.tuning
+        if tuning.version == job.settings_version:
+            return
+        await self._publishing.finish()  # a new stop condition reads reported metrics
+        if await asyncio.to_thread(tuning.apply, learner, job.settings_version, job.settings):
+            data = {"step": self._lineage.step + 1, **tuning.logged()}
+            await self._services.store.events.add(self._job, "settings.applied", data, token=self._claim.token)
 
     def _stops_waiting(self) -> bool:
         """Return whether to stop waiting for a batch. Raises errors from background work."""
@@ -305,10 +310,11 @@ class JobRun:
     async def _resume(self, learner: AnyLearner) -> None:
         """Resume where earlier epochs stopped, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
-        every = self._spec.checkpoint_every
         await self._disk.write("what it is forked from", seed, services.job_dir, self._spec, services.checkpoints)
-        if (back := (await services.store.jobs.get(self._job)).went_back) is not None:
-            await self._disk.write("where it goes back to", services.checkpoints.go_back, *back)
+        job = await services.store.jobs.get(self._job)
+        if job.went_back is not None:
+            await self._disk.write("where it goes back to", services.checkpoints.go_back, *job.went_back)
+        saving = tuned(self._spec, job.settings)  # replay itself goes by the settings of each step
         loop = asyncio.get_running_loop()
 
         def tell(replayed: Replayed) -> None:
@@ -321,8 +327,8 @@ class JobRun:
             services.batch_log,
             epoch,
             self._context.tuning,
-            checkpoint_every=every,
-            is_for_good=self._spec.checkpoints.is_for_good,
+            checkpoint_every=saving.checkpoint_every,
+            is_for_good=saving.checkpoints.is_for_good,
             before_saving=tell,
         )
         if self._spec.parent is not None and found.reached.step < self._spec.parent.step:
@@ -338,6 +344,8 @@ class JobRun:
             await self._context.alert(remark.kind, remark.message)
         await self._name_weights(learner)
         await self._report_missed(found.replayed, self._context.held.version)
+        # Before the next step, for what is saved and published until then: they say how much is kept.
+        await self._apply_settings(learner, await services.store.jobs.get(self._job))
         if found.reached != found.saved:
             # Otherwise the next trainer would replay all of it again, and the last step would never be saved.
             await self._checkpoint(learner)

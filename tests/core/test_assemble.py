@@ -178,6 +178,36 @@ class TestConflicts:
                 assembler.add(intruder)
         assert assembler.trajectory(KEY) is before
 
+    @pytest.mark.parametrize("other", [open_segment(1, version=99), last_segment(1)])
+    def test_an_episode_is_never_joined_from_two_that_contradict_each_other(self, other: Segment) -> None:
+        """Redis failed over, and had lost the end of what its trainer had read: the rest continues something else."""
+        first, middle, last = episode(KEY, cuts=[3, 7])
+        assembler = assembled([first, middle])
+        for intruder in (other, other):
+            with pytest.raises(ConflictingSegment):
+                assembler.add(intruder)
+        assembler.add(last)
+        assert assembler.trajectory(KEY) is None
+        assert assembler.group(JOB, KEY.group, Split.TRAIN, 0, 2, missing=[0]) is None
+        assert assembler.broken(KEY.group) == {KEY.member: 0}
+        assert assembler.broken(KEY.group + 1) == {}
+        again = episode(KEY, cuts=[8], attempt=1)
+        for piece in again:
+            assembler.add(piece)
+        found = assembler.trajectory(KEY)
+        assert found is not None
+        assert found.segments == again
+        assert assembler.broken(KEY.group) == {}
+
+    def test_whether_a_whole_episode_was_asked_for_before_a_conflict_changes_nothing(self) -> None:
+        pieces = episode(KEY, cuts=[4])
+        assembler = assembled(list(pieces))
+        with pytest.raises(ConflictingSegment):
+            assembler.add(open_segment(0, version=50))
+        found = assembler.trajectory(KEY)
+        assert found is not None
+        assert (found.segments, assembler.broken(KEY.group)) == (pieces, {})
+
     def test_a_segment_of_another_job(self) -> None:
         assembler = assembled([open_segment(0)])
         with pytest.raises(ForeignSegment):

@@ -28,7 +28,8 @@ from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
 # What says nothing of later groups. While no step is taken no token grows older, so groups that were too old are no
 # lasting state: they are told, and never end a job.
-PASSING: Collection[DropReason] = ("dropped_erased", "dropped_stale", "dropped_late")
+OF_AGE: Collection[DropReason] = ("dropped_stale", "dropped_late")
+PASSING: Collection[DropReason] = ("dropped_erased", *OF_AGE)
 # Fail sooner, after one batch but at least so many groups, if none of a job's episodes ever sampled a token: whether a
 # prompt fits does not depend on the policy.
 MIN_EMPTY_GROUPS = 8
@@ -205,11 +206,13 @@ class BatchSelection:
 
     async def drop(self, group: int, reason: DropReason) -> None:
         await self._bus.commit(self._context.job, self._context.token, self._lineage.step + 1, [group], reason=reason)
+        # A Redis that lost writes contradicts all that was under way, and nothing that is started after it.
+        is_passing = reason in PASSING or (reason == "dropped_unreadable" and self._intake.is_broken(group))
         self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
-        if reason not in PASSING:
+        if not is_passing:
             self._dropped_in_a_row[reason] += 1
-        elif reason != "dropped_erased":
+        elif reason in OF_AGE:
             await self._count_too_old()
         self._dropped_since.setdefault(reason, []).append(group)
         if self._nothing_can_be_trained():

@@ -1,7 +1,8 @@
 """Assembles arriving segments into groups: the trainer's live view of every unfinished episode.
 
-Rule: refuse, count and log a segment that cannot be decoded. Its group never completes here, and ``unreadable`` lists
-it once it is ready: replacing a group beats training on data that differs from the sampled data.
+Rule: refuse, count and log a segment that cannot be decoded, or that contradicts an earlier one of an episode that has
+not ended. Its group never completes here, and ``unreadable`` lists it once it is ready: replacing a group beats
+training on data that differs from the sampled data.
 """
 
 from __future__ import annotations
@@ -138,13 +139,20 @@ class Intake:
         return [one.group for one in waiting if await self._is_refused(one)]
 
     async def _is_refused(self, one: ReadyGroup) -> bool:
+        broken = self._assembler.broken(one.group)
         for member in set(range(one.size)) - set(one.dead):
             for payload in await self._bus.read_episode(EpisodeKey(self._job, one.group, member)):
                 try:
-                    decode(payload)
+                    segment = decode(payload)
                 except SegmentRejected:
                     return True
+                if broken.get(member) == segment.attempt:  # a later attempt is still to be read
+                    return True
         return False
+
+    def is_broken(self, group: int) -> bool:
+        """Whether a member of ``group`` never completes because two of its segments contradict each other."""
+        return bool(self._assembler.broken(group))
 
     def versions(self, group: int) -> frozenset[int]:
         """Return the versions that sampled the segments of ``group`` received so far, finished or not."""

@@ -148,13 +148,16 @@ async def test_a_fork_that_is_fed_is_paused_between_two_steps(
     assert fingerprint(saved(child)) == fingerprint(saved(loop))
 
 
+@pytest.mark.parametrize("manner", [CancelManner.NOW_WITH_CHECKPOINT, CancelManner.DRAIN_WITH_CHECKPOINT])
 async def test_a_fork_that_is_fed_saves_its_step_before_it_is_cancelled(
-    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, manner: CancelManner
 ) -> None:
-    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=5), monkeypatch) as loop:
+    """A drain takes no more steps either: what its parent had under way at that step is not under way."""
+    spec = loop_spec(model_dir, steps=5, rollout={"group_size": 3, "max_staleness": 1})
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
         await serve(loop)
         child = await fork_of(loop, child_spec(loop, 0, same_batches=True, checkpoint_every=100))
-        ask_after(monkeypatch, child, 3, "cancelled", manner=CancelManner.NOW_WITH_CHECKPOINT)
+        ask_after(monkeypatch, child, 3, "cancelled", manner=manner)
         await serve(child, ends="cancelled")
     assert [at.step for at in CheckpointStore(JobDir(child.job_dir)).positions()] == [3]
 

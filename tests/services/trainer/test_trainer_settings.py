@@ -14,12 +14,25 @@ from redis.asyncio import Redis
 from gspo_core.live_settings import live_values
 from gspo_core.log.settings import Tuning, learner_config
 from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
+from services.files.weights import WeightStore
 from services.trainer.building import make_learner
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S
-from tests.services.trainer.loop_kit import Fate, Killed, Life, Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
+from tests.services.trainer.loop_kit import (
+    Fate,
+    Killed,
+    Life,
+    Loop,
+    a_loop,
+    fingerprint,
+    loop_spec,
+    plain_loop,
+    saved,
+    serve,
+)
 
 DEADLINE_S = HANG_S
 CHANGED_AFTER, KILLED_AFTER = 3, 4
@@ -120,3 +133,61 @@ def test_a_learner_refuses_what_it_was_built_from(model_dir: Path) -> None:
         with pytest.raises(ValueError, match="while a learner lives"):
             learner.retune(learner_config(other), other.training_objective)
     assert learner.config == learner_config(spec)
+
+
+async def test_a_trainer_that_takes_over_keeps_as_much_as_the_settings_say_from_its_first_publication_on(
+    redis_client: Redis,
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after_step: Callable[[Hook], None],
+) -> None:
+    """Nothing is trained again at an orderly handover, so no log tells it the settings; it trains as if there was
+    none."""
+    spec = loop_spec(model_dir, checkpoint_every=3, checkpoints={"keep_versions": 2})
+    kept = list[int]()
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        weights = WeightStore(JobDir(loop.job_dir))
+
+        async def change_then_leave(run: JobRun, step: int) -> None:
+            if step == CHANGED_AFTER:
+                changes = CHANGES | {"checkpoints.keep_versions": 50}
+                await loop.store.jobs.change_settings(loop.job, 0, changes, changes)
+            if step == KILLED_AFTER:
+                kept.extend(weights.versions())
+                run.phase.leave()
+
+        after_step(change_then_leave)
+        await serve(loop)
+        applied = [one.data for one in await loop.store.events.read(loop.job) if one.type == "settings.applied"]
+        job = await loop.store.jobs.get(loop.job)
+    assert [one.code for one in job.attempts] == ["handed_over", "steps_done"]
+    assert len(kept) >= 2
+    assert set(kept) <= set(weights.versions())
+    assert [(one["step"], one["version"]) for one in applied] == [(4, 1), (5, 1)]
+    assert fingerprint(saved(loop)) == by_hand(loop, tmp_path / "plain")
+
+
+async def test_a_step_that_the_settings_keep_for_good_is_saved_when_it_is_trained_again(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer was killed before the checkpoint was written."""
+    spec, life = loop_spec(model_dir, checkpoint_every=100, checkpoints={"keep": 1, "keep_versions": 1000}), Life()
+    original = JobRun._after_step
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+
+        async def change_then_die(run: JobRun, *given: Any) -> None:
+            if life.is_over:
+                await original(run, *given)
+            elif run._lineage.step == 1:
+                changes = {"checkpoints.keep_every": 3}
+                await loop.store.jobs.change_settings(loop.job, 0, changes, changes)
+            elif run._lineage.step == KILLED_AFTER:
+                life.is_over = True
+                raise Killed
+
+        monkeypatch.setattr(JobRun, "_after_step", change_then_die)
+        with pytest.raises(Killed):
+            await loop.run_of(await loop.claim(), guard=partial(Fate(0, 0.0).guard, life)).run()
+        await run_until_done(loop)
+    assert [at.step for at in sorted(CheckpointStore(JobDir(loop.job_dir)).positions())] == [3, 5]
