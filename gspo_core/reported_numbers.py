@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from gspo_core.invariants import MOST_SIZE
+
 # Of an episode. They are kept with it: in Redis, in the log of its step, and on its page.
 MOST_NUMBERS = 128
 MOST_NAME_CHARS = 128
-# Squares of it, as a step sums them, still fit into a float32.
-MOST_SIZE = 1e15
 _SHOWN_CHARS = 40
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
+from gspo_core.invariants import MOST_SIZE
 from gspo_core.job_spec import MOST_WITHOUT, LeftOut
-from gspo_core.reported_numbers import MOST_SIZE
 from gspo_core.spec import JobSpec, ParentSpec, RecordedSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf

@@ -18,7 +18,7 @@ import msgspec
 from fastapi import Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from gspo_core.reported_numbers import MOST_SIZE
+from gspo_core.invariants import MOST_SIZE
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
