@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from gspo_core.codec import SegmentRejected, decode, encode
 from gspo_core.invariants import InvalidValue
-from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 
@@ -167,6 +166,8 @@ def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], envir
 
 
 def _check_numbers(given: PushedTrajectory) -> None:
+    from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
+
     rewards = [] if given.reward is None else [given.reward]
     if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):
         raise TrajectoryRefused("non_finite", "log-probs, reward and metrics must be finite")
