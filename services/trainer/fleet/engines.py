@@ -30,6 +30,7 @@ from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.heard_engines import HeardEngines
 from services.state.jobs import WaitCode
 from services.state.leases import BeatWatch
+from services.state.refusals import Missing
 from services.state.store import Store
 from services.trainer.fleet.engine_fairness import EngineFairness
 from services.trainer.fleet.engine_switch import (
@@ -267,6 +268,7 @@ class EnginePool:
             elif not is_fine:
                 await self._tell(engine)
         records = await self._store.fleet.engines()
+        await self._keep_bound(records)
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
         for url in await self._fairness.surplus(records, [engine.url for engine in self._serving()]):
@@ -276,6 +278,29 @@ class EnginePool:
         await self._give_back_inherited(records)
         async with self._changed:
             self._changed.notify_all()
+
+    async def _keep_bound(self, records: Iterable[EngineRecord]) -> None:
+        """An engine that was taken off the list lost its binding: it is bound again if it is listed and free, else
+        left to whoever has it now."""
+        jobs = {record.id: record.job for record in records}
+        for url, engine in list(self._bound.items()):
+            is_told = url in self._told  # else the latest report was refused
+            if self._bound.get(url) is not engine or (jobs.get(url) == self._job and is_told):
+                continue
+            self._told.pop(url, None)
+            if url not in jobs:
+                await self._let_go(url, "was taken off the list")
+            elif jobs[url] not in (None, self._job) or not await self._bind(url):
+                await self._let_go(url, "was taken off the list, and another job has it now")
+            else:
+                get_logger().info("engine bound again", engine=url, job=self._job)
+                await self._tell(engine)
+
+    async def _bind(self, url: str) -> bool:
+        try:
+            return await self._store.fleet.bind(self._job, self._token, url)
+        except Missing:  # taken off the list this instant
+            return False
 
     async def _give_back_inherited(self, records: Iterable[EngineRecord]) -> None:
         """What an earlier owner of the job held and this one leaves to others, or cannot use, is free for them."""
@@ -320,7 +345,7 @@ class EnginePool:
             return self._refuse(url, problem)
         self._unfit.pop(url, None)
         await self._store.fleet.register_engine(EngineRecord.of(url, info))
-        if await self._store.fleet.bind(self._job, self._token, url):
+        if await self._bind(url):
             self._bound[url] = engine = BoundEngine(client)
             self._absent.pop(url, None)
             get_logger().info("engine bound", engine=url, job=self._job)
@@ -356,12 +381,20 @@ class EnginePool:
         except EngineError as error:
             return f"it fails the self-test: {error}"
 
-    async def _give_back(self, url: str, why: str) -> None:
+    async def _let_go(self, url: str, why: str) -> None:
+        """Hold the engine no more, and ask nothing of it."""
+        get_logger().warning("engine lost", engine=url, reason=why)
+        await self._forget(url, why)
+
+    async def _forget(self, url: str, why: str) -> None:
         if engine := self._bound.pop(url, None):
             self._costs_of_those_gone += engine.costs
             self._absent[url] = why
             await self._transport.forget(engine.client)
         self._told.pop(url, None)
+
+    async def _give_back(self, url: str, why: str) -> None:
+        await self._forget(url, why)
         await self._store.fleet.unbind(self._job, self._token, url)
 
     async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
@@ -371,7 +404,8 @@ class EnginePool:
         said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
-            await self._store.fleet.mark(self._job, self._token, engine.url, said)
+            if not await self._store.fleet.mark(self._job, self._token, engine.url, said):
+                self._told.pop(engine.url, None)
 
 
 async def _is_idle(client: Engine) -> bool:

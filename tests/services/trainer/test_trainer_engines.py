@@ -512,6 +512,77 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
     await until(lambda: len(first.engines.ready()) == 2)
 
 
+async def test_an_engine_that_another_job_took_after_it_left_the_list_is_not_touched_again(
+    place: Place, store: Store
+) -> None:
+    """Else two jobs would give it their weights in turn, for as long as both run."""
+    engine = place.add_engine("a")
+    place.add_engine("b")
+    first = place.engines_of(await claim_new_job(store, "one"), "http://a", "http://b", num_wanted=2)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    other = await claim_new_job(store, "two")
+
+    async def taken_by_the_other() -> bool:
+        await store.fleet.remove_engine("http://a")  # as `announce` does when it is stopped
+        await store.fleet.register_engine(EngineRecord(id="http://a", url="http://a"))
+        return await store.fleet.bind(other.job_id, other.token, "http://a")
+
+    await until(taken_by_the_other)
+    await until(lambda: first.engines.bound() == ["http://b"])
+    engine.label = engine.shown_label = "job_other/1/7"
+    manifest = await first.publish(1)
+    await first.engines.wait_for(manifest)
+    assert (engine.label, first.engines.bound()) == ("job_other/1/7", ["http://b"])
+    assert (await place.records())["http://a"].job == other.job_id
+    assert "http://a was taken off the list" in first.engines._what_is_missing(2)
+
+
+async def test_an_engine_that_left_the_list_and_came_back_is_bound_and_reported_again(
+    place: Place, claim: Claim
+) -> None:
+    place.add_engine("a")
+    job = place.engines_of(claim, "http://a")
+    await job.engines.wait_for(manifest := await job.publish(0))
+    await place.store.fleet.remove_engine("http://a")
+    place.announce("a")
+
+    async def is_reported() -> bool:
+        record = (await place.records()).get("http://a")
+        return record is not None and (record.job, record.state, record.label) == (
+            claim.job_id,
+            "ready",
+            manifest.label,
+        )
+
+    await until(is_reported)
+    await job.engines.wait_for(manifest)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_a_report_that_is_refused_shows_that_the_binding_was_lost(
+    place: Place, claim: Claim, is_listed: bool
+) -> None:
+    """Also where the list that was read is older than the loss; and what left the list alone is let go."""
+    place.add_engine("a")
+    job = place.engines_of(claim, *(["http://a"] if is_listed else []))
+    announced = place.announce("a")
+    await job.engines.wait_for(await job.publish(0))
+    announced.cancel()
+    job.running.cancel()
+    await asyncio.gather(announced, job.running, return_exceptions=True)
+    records = await place.store.fleet.engines()
+    await place.store.fleet.remove_engine("http://a")
+    if is_listed:
+        await place.store.fleet.register_engine(EngineRecord(id="http://a", url="http://a"))
+    await job.engines.distrust("http://a", "its log-probs differ")
+    assert await place.state("http://a") is None
+    await job.engines._keep_bound(records)
+    if is_listed:
+        assert await place.state("http://a") == "dirty"
+    else:
+        assert job.engines.bound() == []
+
+
 async def test_what_a_dead_owner_held_and_its_successor_spares_goes_to_the_job_without(
     place: Place, store: Store, redis_client: Redis
 ) -> None:
