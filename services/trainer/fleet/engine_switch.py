@@ -131,15 +131,16 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines, heard: HeardEng
     label = engine.label
     if heard is not None and await heard.label(engine.url) == label:
         return True
+    problem: EngineError | None = None
     try:
         held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
-    except EngineUnavailable as error:
-        engine.distrust(EngineState.GONE, str(error))
-        return False
-    except EngineError:
-        return True  # slow is not gone
+    except EngineError as error:
+        held, problem = label, error  # slow is not gone
     if engine.state is not EngineState.READY or engine.label != label:
         return True  # meanwhile switching to other weights, which the switch verifies
+    if isinstance(problem, EngineUnavailable):
+        engine.distrust(EngineState.GONE, str(problem))
+        return False
     if held != label:
         engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was restarted")
     return held == label

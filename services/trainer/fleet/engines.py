@@ -1,9 +1,10 @@
 """Finds and binds the engines that sample for a job, keeps them at the newest version, and gives them back.
 
 Rule: a binding fenced by the job's claim holds an engine; the job reports the engine's state under it, and other
-processes route by that. The job takes every free engine that fits its model and gives back what another job lacks. A
-draining engine gets no further version and goes back once idle. A version is staged (checked on disk while the engines
-run) before any engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all.
+processes route by that. Nothing is asked of an engine whose binding was lost, and none is given away in the middle of a
+switch. The job takes every free engine that fits its model and gives back what another job lacks. A draining engine
+gets no further version and goes back once idle. A version is staged (checked on disk while the engines run) before any
+engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all.
 `engine_switch` switches one engine; `weight_transport` moves the tensors.
 """
 
@@ -106,6 +107,8 @@ class EnginePool:
         """Engine -> the other job that has it."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
+        self._in_switch: set[str] = set()
+        """Engines that are being paused, loaded or resumed now: they stay here until that is over."""
 
     async def publish(self, manifest: WeightsManifest) -> None:
         """Let the engines move to ``manifest`` as soon as they can."""
@@ -233,9 +236,19 @@ class EnginePool:
 
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
-            await self._tell(engine, switching=True)
-            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
-            self._transport.withdraw(engine.client)
+            if engine not in self._serving():  # it went to another job, or drains, while it waited
+                self._transport.withdraw(engine.client)
+                return True
+            self._in_switch.add(engine.url)
+            try:
+                if not await self._tell(engine, switching=True):
+                    return False  # the binding was lost
+                done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+            finally:
+                self._in_switch.discard(engine.url)
+                self._transport.withdraw(engine.client)
+        if self._bound.get(engine.url) is not engine:
+            return True
         if engine.state is EngineState.GONE:
             await self._give_back(engine.url, f"is gone: {engine.reason}")
         else:
@@ -260,9 +273,11 @@ class EnginePool:
 
     async def _look(self) -> None:
         """One round: drop lost engines, share, find new ones."""
-        ready = self.ready()
+        ready = [engine for engine in self.ready() if engine.url not in self._in_switch]
         held = await asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready))
         for engine, is_fine in zip(ready, held, strict=True):
+            if engine.url in self._in_switch or self._bound.get(engine.url) is not engine:
+                continue  # its switch will tell
             if engine.state is EngineState.GONE:
                 await self._give_back(engine.url, f"is gone: {engine.reason}")
             elif not is_fine:
@@ -271,13 +286,20 @@ class EnginePool:
         await self._keep_bound(records)
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
-        for url in await self._fairness.surplus(records, [engine.url for engine in self._serving()]):
-            get_logger().info("engine handed over to a job that has too few", engine=url)
-            await self._give_back(url, "was handed over to a job that has too few")
+        await self._share(records)
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
         await self._give_back_inherited(records)
         async with self._changed:
             self._changed.notify_all()
+
+    async def _share(self, records: Sequence[EngineRecord]) -> None:
+        """Give away what other jobs lack. An engine in the middle of a switch stays: its next job would be
+        overwritten there."""
+        serving = [engine.url for engine in self._serving()]
+        for url in await self._fairness.surplus(records, serving, staying=self._in_switch):
+            if url not in self._in_switch:
+                get_logger().info("engine handed over to a job that has too few", engine=url)
+                await self._give_back(url, "was handed over to a job that has too few")
 
     async def _keep_bound(self, records: Iterable[EngineRecord]) -> None:
         """An engine that was taken off the list lost its binding: it is bound again if it is listed and free, else
@@ -311,7 +333,7 @@ class EnginePool:
     async def _drain(self, draining: set[str]) -> None:
         """Give back idle engines that were already draining a round ago, so every process knows."""
         for url in draining & self._draining & self._bound.keys():
-            if await _is_idle(self._bound[url].client):
+            if await _is_idle(self._bound[url].client) and url not in self._in_switch:
                 get_logger().info("engine drained", engine=url)
                 await self._give_back(url, "was drained")
         changed, self._draining = draining ^ self._draining, draining
@@ -397,8 +419,8 @@ class EnginePool:
         await self._forget(url, why)
         await self._store.fleet.unbind(self._job, self._token, url)
 
-    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
-        """Publish the engine's state if it changed."""
+    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> bool:
+        """Publish the engine's state if it changed; False: the job does not hold it."""
         is_draining = engine.url in self._draining
         state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
         said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
@@ -406,6 +428,7 @@ class EnginePool:
             self._told[engine.url] = said
             if not await self._store.fleet.mark(self._job, self._token, engine.url, said):
                 self._told.pop(engine.url, None)
+        return engine.url in self._told
 
 
 async def _is_idle(client: Engine) -> bool:

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 
 from gspo_core.versions import WeightsManifest
 from services.engines.errors import EngineRejected
-from services.engines.protocol import Generation, info_calls
+from services.engines.protocol import Engine, Generation, info_calls
 from services.engines.sglang import EngineClient
 from services.engines.weight_group import WeightGroup
 from services.files.job_dir import JobDir
@@ -37,7 +37,7 @@ from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engine_switch import Deadlines
 from services.trainer.fleet.engines import EnginePool
-from services.trainer.fleet.weight_transport import ThroughGroup
+from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.engine import Ask
 from tests.services.rollout.rollout_kit import until
@@ -112,6 +112,30 @@ class Job:
         manifest = self.weights.write(version, self.claim.epoch, version, lambda path: write_model(path, **changes))
         await self.engines.publish(manifest)
         return manifest
+
+
+class GatedLoads(FromDisk):
+    """Loads are noted, and wait while the gate is closed."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, str]] = []
+        """Engine and label."""
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        self.loads.append((engine.url, label))
+        await self.gate.wait()
+        await super().load(engine, path, label, flush=flush, timeout_s=timeout_s)
+
+    async def first_of(self, job: Job, version: int) -> tuple[str, str, WeightsManifest]:
+        """Of two engines: the one that is in the middle of its switch to a version, and the one that waits for it."""
+        self.gate.clear()
+        before = len(self.loads)
+        manifest = await job.publish(version)
+        await until(lambda: len(self.loads) > before)
+        (waits,) = set(job.engines.bound()) - {loads := self.loads[before][0]}
+        return loads, waits, manifest
 
 
 def write_model(directory: Path, **changes: Any) -> None:
@@ -510,6 +534,45 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
     await second.engines.release()
     await store.jobs.set_status(other.job_id, "failed", token=other.token)
     await until(lambda: len(first.engines.ready()) == 2)
+
+
+async def test_a_job_gives_away_no_engine_in_the_middle_of_a_switch_and_overwrites_none_that_it_gave_away(
+    place: Place, store: Store
+) -> None:
+    engines = {f"http://{name}": place.add_engine(name) for name in "ab"}
+    gated = GatedLoads()
+    first = place.engines_of(await claim_new_job(store, "one"), *engines, transport=gated)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    loads, waits, newer = await gated.first_of(first, 1)
+    second = place.engines_of(await claim_new_job(store, "two"), *engines)
+    await second.engines.wait_for(others := await second.publish(0))
+    assert [one.url for one in second.engines.ready()] == [waits]
+    gated.gate.set()
+    await first.engines.wait_for(newer)
+    await first.engines.wait_for(last := await first.publish(2))  # whatever the round before still had to do is done
+    assert (engines[loads].label, engines[waits].label) == (last.label, others.label)
+    assert engines[waits].paused is None
+    assert (waits, newer.label) not in gated.loads
+
+
+async def test_an_engine_that_drains_is_given_back_after_its_switch_or_without_one(place: Place, claim: Claim) -> None:
+    engines = {f"http://{name}": place.add_engine(name) for name in "ab"}
+    gated = GatedLoads()
+    job = place.engines_of(claim, *engines, transport=gated)
+    await job.engines.wait_for(old := await job.publish(0), num_engines=2)
+    loads, waits, newer = await gated.first_of(job, 1)
+    await place.store.fleet.drain_engine(loads)
+    await until(lambda: loads in job.engines._draining)
+    await place.store.fleet.drain_engine(waits)
+    await until(lambda: waits not in job.engines.bound())
+    assert job.engines.bound() == [loads]
+    gated.gate.set()
+    await until(lambda: job.engines.bound() == [])
+    assert (engines[loads].label, engines[waits].label) == (newer.label, old.label)
+    for url in (loads, waits):
+        await place.store.fleet.drain_engine(url, False)
+    await job.engines.wait_for(await job.publish(2), num_engines=2)
+    assert (waits, newer.label) not in gated.loads
 
 
 async def test_an_engine_that_another_job_took_after_it_left_the_list_is_not_touched_again(
