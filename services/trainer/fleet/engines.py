@@ -4,7 +4,8 @@ Rule: a binding fenced by the job's claim holds an engine; the job reports the e
 processes route by that. Nothing is asked of an engine whose binding was lost, and none is given away in the middle of a
 switch. The job takes every free engine that fits its model and gives back what another job lacks. A draining engine
 gets no further version and goes back once idle. A version is staged (checked on disk while the engines run) before any
-engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all.
+engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all. Else each engine
+switches by itself, and one that is slow, or does not answer, holds up no other.
 `engine_switch` switches one engine; `weight_transport` moves the tensors.
 """
 
@@ -15,7 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_core.versions import WeightsManifest
@@ -25,6 +26,7 @@ from services.engines.keys import warning
 from services.engines.probe import problem_of
 from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
 from services.files.weights import WeightStore
+from services.process.cancelling import cancel_all
 from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
@@ -39,6 +41,7 @@ from services.trainer.fleet.engine_switch import (
     Deadlines,
     SwitchCosts,
     WeightSync,
+    listen,
     still_holds,
     switch,
 )
@@ -56,6 +59,12 @@ EXPLAIN_S = 3.0
 
 Explain = Callable[[WaitCode, str], Awaitable[None]]
 """Takes the code and the text of a reason."""
+
+
+@dataclass(frozen=True)
+class _Switching:
+    version: int
+    task: asyncio.Task[None]
 
 
 class EnginePool:
@@ -90,6 +99,7 @@ class EnginePool:
         self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
         self._heard = heard
+        self._lease_s = lease_s
         self._presence = BeatWatch(lease_s, time.monotonic)
         self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
@@ -107,6 +117,10 @@ class EnginePool:
         """Engine -> the other job that has it."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
+        self._switches: dict[BoundEngine, _Switching] = {}
+        """Those that are under way, wait for their turn, or are tried again soon."""
+        self._turns: set[str] = set()
+        """Engines that served until they were paused."""
         self._in_switch: set[str] = set()
         """Engines that are being paused, loaded or resumed now: they stay here until that is over."""
 
@@ -175,8 +189,9 @@ class EnginePool:
 
     def versions_in_use(self) -> set[int]:
         """Versions that an engine holds or is loading."""
-        on_the_way = () if self._target is None else (self._target.version,)
-        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way}
+        newest = () if self._target is None else (self._target.version,)
+        on_the_way = (one.version for one in self._switches.values())
+        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way, *newest}
 
     def unfit(self) -> Mapping[str, str]:
         """Engine -> why it cannot serve the job's model."""
@@ -205,48 +220,73 @@ class EnginePool:
         if engine := self._bound.get(url):
             engine.distrust(EngineState.DIRTY, reason)
             await self._tell(engine)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
 
     async def run(self) -> None:
         """Maintain the engines until cancelled."""
-        await first_to_end(self._keep_up(), self._watch())
+        failure = asyncio.get_running_loop().create_future()
+        try:
+            await first_to_end(self._keep_up(failure), self._watch(), failure)
+        finally:
+            await cancel_all([one.task for one in self._switches.values()])
 
-    async def _keep_up(self) -> None:
+    async def _keep_up(self, failure: asyncio.Future[None]) -> None:
         while True:
             target = await self._next_target()
             path = await self._staging.stage(target)
             behind = self._outdated(target)
-            half = max(1, math.ceil(len(self._bound) / 2))
-            slots = asyncio.Semaphore(len(behind) if self._transport.sends_to_all else half)
             for engine in behind:
                 if not engine.label:  # new, or no longer trusted: any group it was in is void
                     await self._transport.forget(engine.client)
             await self._transport.prepare([engine.client for engine in behind], path, target.label)
-            done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
-            async with self._changed:
-                self._changed.notify_all()
-            if not all(done):
+            started = [self._start(engine, target, path, failure) for engine in behind]
+            if self._transport.sends_to_all and started:
+                await asyncio.wait(started)
+
+    def _start(
+        self, engine: BoundEngine, target: WeightsManifest, path: Path, failure: asyncio.Future[None]
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._try_switch(engine, target, path), name=f"switch of {engine.url}")
+        self._switches[engine] = _Switching(target.version, task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) and not failure.done():
+                failure.set_exception(error)
+
+        task.add_done_callback(end)
+        return task
+
+    async def _try_switch(self, engine: BoundEngine, target: WeightsManifest, path: Path) -> None:
+        try:
+            if not await self._switch(engine, target, path):
                 await asyncio.sleep(RETRY_S)
+        finally:
+            del self._switches[engine]
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def release(self) -> None:
         """Give the engines back for other jobs."""
         for url in list(self._bound):
             await self._give_back(url, "was given back")
 
-    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
-        async with slots:
-            if engine not in self._serving():  # it went to another job, or drains, while it waited
-                self._transport.withdraw(engine.client)
-                return True
-            self._in_switch.add(engine.url)
-            try:
-                if not await self._tell(engine, switching=True):
-                    return False  # the binding was lost
-                done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
-            finally:
-                self._in_switch.discard(engine.url)
-                self._transport.withdraw(engine.client)
+    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path) -> bool:
+        """False: try again."""
+        if not await self._wait_for_turn(engine, target):
+            self._transport.withdraw(engine.client)
+            return True
+        try:
+            if not await self._tell(engine, switching=True):
+                return False  # the binding was lost
+            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+        finally:
+            self._in_switch.discard(engine.url)
+            self._turns.discard(engine.url)
+            self._transport.withdraw(engine.client)
+        await self._notify()
         if self._bound.get(engine.url) is not engine:
             return True
         if engine.state is EngineState.GONE:
@@ -255,11 +295,34 @@ class EnginePool:
             await self._tell(engine)
         return done
 
+    async def _wait_for_turn(self, engine: BoundEngine, target: WeightsManifest) -> bool:
+        """Begin the switch as soon as enough others serve; False: it went to another job or drains by then, or there is
+        a newer version."""
+        needs_none = self._transport.sends_to_all or engine.state is EngineState.DIRTY  # one that does not serve
+
+        def may_begin() -> bool:
+            return needs_none or len(self._turns) < max(1, math.ceil(len(self._bound) / 2))
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: may_begin() or self._target is not target)
+        if engine not in self._serving() or not may_begin():
+            return False
+        self._in_switch.add(engine.url)
+        if not needs_none:
+            self._turns.add(engine.url)
+        return True
+
     def _outdated(self, target: WeightsManifest) -> list[BoundEngine]:
-        return [engine for engine in self._serving() if engine.label != target.label]
+        """Those to switch now, the oldest first."""
+        behind = [
+            engine
+            for engine in self._serving()
+            if engine.label != target.label and engine not in self._switches and engine.silent_since is None
+        ]
+        return sorted(behind, key=lambda engine: engine.version if engine.label else -1)
 
     async def _next_target(self) -> WeightsManifest:
-        """Wait for a version that some engine does not hold yet."""
+        """Wait for a version that some engine does not hold yet and is not being given."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
             assert self._target is not None
@@ -274,7 +337,10 @@ class EnginePool:
     async def _look(self) -> None:
         """One round: drop lost engines, share, find new ones."""
         ready = [engine for engine in self.ready() if engine.url not in self._in_switch]
-        held = await asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready))
+        held, _ = await asyncio.gather(
+            asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready)),
+            asyncio.gather(*(self._listen(engine) for engine in self._bound.values() if engine.silent_since)),
+        )
         for engine, is_fine in zip(ready, held, strict=True):
             if engine.url in self._in_switch or self._bound.get(engine.url) is not engine:
                 continue  # its switch will tell
@@ -289,8 +355,12 @@ class EnginePool:
         await self._share(records)
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
         await self._give_back_inherited(records)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._notify()
+
+    async def _listen(self, engine: BoundEngine) -> None:
+        await listen(engine, within_s=min(_ANSWER_S, self._deadlines.answer_s), give_up_after_s=self._lease_s)
+        if engine.state is EngineState.GONE and self._bound.get(engine.url) is engine:
+            await self._give_back(engine.url, f"is gone: {engine.reason}")
 
     async def _share(self, records: Sequence[EngineRecord]) -> None:
         """Give away what other jobs lack. An engine in the middle of a switch stays: its next job would be
@@ -406,7 +476,10 @@ class EnginePool:
     async def _let_go(self, url: str, why: str) -> None:
         """Hold the engine no more, and ask nothing of it."""
         get_logger().warning("engine lost", engine=url, reason=why)
+        switching = self._switches.get(self._bound[url])
         await self._forget(url, why)
+        if switching:
+            await cancel_all([switching.task])
 
     async def _forget(self, url: str, why: str) -> None:
         if engine := self._bound.pop(url, None):

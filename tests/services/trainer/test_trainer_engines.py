@@ -114,6 +114,13 @@ class Job:
         return manifest
 
 
+class Hang(Fault):
+    """Every call is accepted, and never answered."""
+
+    def strikes(self, path: str) -> bool:
+        return True
+
+
 class GatedLoads(FromDisk):
     """Loads are noted, and wait while the gate is closed."""
 
@@ -136,6 +143,12 @@ class GatedLoads(FromDisk):
         await until(lambda: len(self.loads) > before)
         (waits,) = set(job.engines.bound()) - {loads := self.loads[before][0]}
         return loads, waits, manifest
+
+
+class JointFromDisk(FromDisk):
+    """As where one sending reaches all."""
+
+    sends_to_all = True
 
 
 def write_model(directory: Path, **changes: Any) -> None:
@@ -395,6 +408,55 @@ async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: 
     await until(is_dirty)
     assert "no answer to resume within" in (await place.report("http://e")).reason
     await job.engines.wait_for(newer)  # the next load heals it
+
+
+async def test_an_engine_that_is_slow_to_switch_holds_up_no_other(place: Place, claim: Claim) -> None:
+    engines = {name: place.add_engine(name) for name in ("slow", "one", "two")}
+    job = place.engines_of(claim, *(f"http://{name}" for name in engines), deadlines=Deadlines(pause_s=10**6))
+    await job.engines.wait_for(first := await job.publish(0), num_engines=3)
+    engines["slow"].faults.append(Fault("/pause_generation", "hang"))
+    for version in (1, 2, 3):
+        manifest = await job.publish(version)
+        await until(serves(engines["one"], manifest))
+        await until(serves(engines["two"], manifest))
+    assert engines["slow"].label == first.label
+    assert {1, 3} <= job.engines.versions_in_use(), "the version that it is being given may be removed"
+
+
+@pytest.mark.parametrize("transport", [FromDisk, JointFromDisk])
+async def test_an_engine_that_does_not_answer_is_left_alone_and_given_back_after_a_lease(
+    place: Place, claim: Claim, transport: type[FromDisk]
+) -> None:
+    engines = {name: place.add_engine(name) for name in ("good", "hangs")}
+    urls, deadlines = [f"http://{name}" for name in engines], Deadlines(answer_s=0.3, pause_s=0.3)
+    job = place.engines_of(claim, *urls, deadlines=deadlines, transport=transport())
+    await job.engines.wait_for(await job.publish(0), num_engines=2)
+    engines["hangs"].faults.append(Hang("", "hang"))
+    second = await job.publish(1)
+    await until(lambda: job.engines.bound() == ["http://good"])
+    assert "http://hangs is gone: it has not answered for" in job.engines._what_is_missing(2)
+    assert (await place.records())["http://hangs"].job is None
+    await until(serves(engines["good"], second))
+    engines["hangs"].faults.clear()
+    third = await job.publish(2)
+    await until(serves(engines["hangs"], third))
+    await until(serves(engines["good"], third))
+
+
+async def test_an_engine_that_answers_again_within_a_lease_is_loaded_anew(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    deadlines = Deadlines(answer_s=0.3, pause_s=0.3)
+    job = place.engines_of(claim, "http://e", deadlines=deadlines, lease_s=10**6)
+    await job.engines.wait_for(await job.publish(0))
+    bound = job.engines._bound["http://e"]
+    engine.faults.append(Hang("", "hang"))
+    newer = await job.publish(1)
+    await until(lambda: bound.silent_since is not None and not job.engines._switches)
+    assert (bound.state, await place.state("http://e")) == ("dirty", "dirty")
+    engine.faults.clear()
+    await job.engines.wait_for(newer)
+    assert job.engines._bound["http://e"] is bound
+    assert serves(engine, newer)()
 
 
 async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim: Claim) -> None:
