@@ -67,6 +67,8 @@ class BoundEngine:
     """An engine this job holds."""
 
     client: Engine
+    context_tokens: int = 0
+    """The longest sequence that it samples; 0 where it does not say."""
     state: EngineState = EngineState.JOINING
     label: str = ""
     """Label of the weights it certainly holds; empty while unknown."""

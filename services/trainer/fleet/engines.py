@@ -438,9 +438,10 @@ class EnginePool:
         self._unfit.pop(url, None)
         await self._store.fleet.register_engine(EngineRecord.of(url, info))
         if await self._bind(url):
-            self._bound[url] = engine = BoundEngine(client)
+            self._bound[url] = engine = BoundEngine(client, capabilities.context_tokens)
             self._absent.pop(url, None)
-            get_logger().info("engine bound", engine=url, job=self._job)
+            limit = capabilities.context_tokens or None
+            get_logger().info("engine bound", engine=url, job=self._job, context_tokens=limit)
             if capabilities.is_unguarded and url not in self._warned:
                 self._warned.add(url)
                 get_logger().warning(warning(url))
@@ -496,7 +497,8 @@ class EnginePool:
         """Publish the engine's state if it changed; False: the job does not hold it."""
         is_draining = engine.url in self._draining
         state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
-        said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
+        costs = asdict(engine.costs)
+        said = EngineReport(state, engine.label, engine.reason, context_tokens=engine.context_tokens, **costs)
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
             if not await self._store.fleet.mark(self._job, self._token, engine.url, said):

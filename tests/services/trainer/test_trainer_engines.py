@@ -337,7 +337,8 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
     num_again = job.engines.metrics()["engine/tokens_prefilled_again"]
     assert num_again >= 30 if sync == "retract" else num_again == 0
     assert job.engines.metrics()["engine/tokens_lost"] == 0
-    assert (await place.report("http://e")).num_switches == 2
+    report = await place.report("http://e")
+    assert (report.num_switches, report.context_tokens) == (2, engine.context_length)
 
 
 async def test_a_job_that_waits_for_an_engine_says_which_job_has_it(
