@@ -281,7 +281,7 @@ class _Handlers:
                 "frontend": "embedded",
                 "model_path": self._first_model_dir,
                 "context_length": decoder.context_length,
-                "max_req_input_len": decoder.context_length - 1,
+                "max_req_input_len": decoder.context_length,
                 "vocab_size": decoder.vocab_size,
                 "dtype": str(decoder.dtype).removeprefix("torch."),
                 "device": str(decoder.device),

@@ -22,6 +22,10 @@ class EngineRejected(EngineError):
     """The engine refused this call and is unchanged. It will refuse the same call again."""
 
 
+class ContextFull(EngineRejected):
+    """The sequence is as long as any that the engine samples, by its own account; nothing was sent."""
+
+
 class EngineProtocolError(EngineError):
     """The answer breaks the protocol; its tokens must not be used."""
 

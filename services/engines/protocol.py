@@ -101,6 +101,8 @@ class Capabilities:
     """Which one it computes on, by its UUID; empty: none. None where it does not say."""
     quantization: str = ""
     """The method by which it quantises its weights; empty where it says that it does not, or nothing."""
+    context_tokens: int = 0
+    """The longest sequence that it samples, ids read and sampled together; 0 where it does not say."""
 
 
 class Sampling(Protocol):

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -327,6 +327,7 @@ class EngineClient(HttpEngine):
             takes_adapters=said.get("weight_adapters") == 1,
             gpu="" if said.get("device") == "cpu" else _text_or_none(said.get("gpu_uuid")),
             quantization=quantization.named(said.get("quantization")),
+            context_tokens=_longest_sequence(said),
             is_unguarded=is_routable(self.url) and await self._takes_control_without_key(),
         )
 
@@ -439,6 +440,12 @@ def _sampling_params(
     if sampling_seed is not None:
         params["sampling_seed"] = sampling_seed
     return msgspec.Raw(msgspec.json.encode(params))
+
+
+def _longest_sequence(said: Mapping[str, Any]) -> int:
+    """It refuses ``max_req_input_len`` ids and more, a few less than its context: what grows to that is over."""
+    limits = [said.get(name) for name in ("context_length", "max_req_input_len")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=0)
 
 
 def _text_or_none(value: object) -> str | None:

@@ -132,6 +132,7 @@ class _Pause(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     root: str | None = None
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -324,7 +325,7 @@ class VllmClient(HttpEngine):
 
     async def info(self) -> EngineInfo:
         """Without development mode its weights have no label; ``capabilities`` then says so."""
-        models = self._read((await self._call("GET", "/v1/models")).content, _Models)
+        models = await self._models()
         label = _NO_LABEL
         with contextlib.suppress(EngineRejected):
             label = await self._label()
@@ -348,8 +349,15 @@ class VllmClient(HttpEngine):
             advice=f"0.32.0 does, started with {advice}; missing: {', '.join(missing)}" if missing else "",
             group_problem=_FOLDERS_ONLY,
             quantization=await self._quantization(),
+            context_tokens=await self._longest_sequence(),
             is_unguarded=is_routable(self._base) and not missing and await self._takes_control_without_key(),
         )
+
+    async def _models(self) -> _Models:
+        return self._read((await self._call("GET", "/v1/models")).content, _Models)
+
+    async def _longest_sequence(self) -> int:
+        return min((one.max_model_len for one in (await self._models()).data if one.max_model_len), default=0)
 
     async def _quantization(self) -> str:
         """Development mode tells its configuration."""

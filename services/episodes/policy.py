@@ -58,5 +58,6 @@ class Policy(Protocol):
         (`services.engines.protocol`); given again with the rest of a piece, the answer goes on as it was begun.
 
         The answer may be shorter than asked for without ending in a stop token: the caller asks for the rest.
+        ContextFull: there is none, since no engine samples longer sequences.
         """
         ...

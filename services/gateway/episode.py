@@ -17,6 +17,7 @@ import msgspec
 
 from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
+from services.engines.errors import ContextFull
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
@@ -336,9 +337,14 @@ class AgentEpisode:
 
     async def _sample(self, turn: LiveTurn) -> None:
         while (finish := self._budget.ending(turn)) is None:
-            if await self._budget.until_room(turn):
+            if not await self._budget.until_room(turn):
+                continue
+            try:
                 await self._sample_chunk(turn)
-                turn.stored()
+            except ContextFull:  # of the engines, which is shorter than the job's
+                self._budget.stopped, finish = StopReason.CONTEXT_OVERFLOW, "length"
+                break
+            turn.stored()
         self._answer(turn, finish)
         self._let_go(turn)
 

@@ -17,6 +17,7 @@ from gspo_core.endings import TurnTally
 from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
+from services.engines.errors import ContextFull
 from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Drained, Interrupted
@@ -110,7 +111,10 @@ class EpisodeAttempt:
             elif self._has_had_its_share and await self._setting.others_wait():
                 raise Interrupted(str(self._order.key))
             else:
-                await self._sample_chunk()
+                try:
+                    await self._sample_chunk()
+                except ContextFull:
+                    return StopReason.CONTEXT_OVERFLOW
         return None
 
     def _exhausted(self) -> StopReason | None:

@@ -68,6 +68,8 @@ class EngineReport(msgspec.Struct, frozen=True):
     last_paused_s: float = 0.0
     tokens_prefilled_again: int = 0
     tokens_lost: int = 0
+    context_tokens: int = 0
+    """The longest sequence that it samples; 0 where it does not say, or its trainer is of an older release."""
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)

@@ -17,7 +17,7 @@ from typing import Protocol
 from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode
 from gspo_core.versions import WeightsManifest
-from services.engines.errors import EngineError, EngineRejected, NoSuchKind
+from services.engines.errors import ContextFull, EngineError, EngineRejected, NoSuchKind
 from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
@@ -100,6 +100,13 @@ class WatchedEngine:
         if (record := self.record) is None:
             return True
         return record.job in (None, job) and (record.state is None or record.state.may_be_asked)
+
+    def room(self, num_ids: int, wanted: int) -> int:
+        """How many of so many tokens it can sample behind so many ids. Raises ContextFull."""
+        limit = self.record.report.context_tokens if self.record and self.record.report else 0
+        if limit and num_ids >= limit:
+            raise ContextFull(f"{self.url}: {num_ids} ids, and it samples sequences of {limit} at most")
+        return min(wanted, limit - num_ids) if limit else wanted
 
     def take_load(self, load: EngineLoad) -> None:
         """Good enough to give it no more requests than it runs. A pause teaches nothing."""
@@ -369,17 +376,17 @@ class JobEngines:
         while True:
             engine = await self._choose(prefer_engine)
             asked = self._clock()
-            request = engine.client.generate(
-                input_ids,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                stop_token_ids=sorted(stop_token_ids),
-                extra_key=(key := str(engine.label)),
-                sampling_seed=sampling_seed,
-                vocab_size=self._vocab_size,
-            )
             try:
                 try:
+                    request = engine.client.generate(
+                        input_ids,
+                        max_new_tokens=engine.room(len(input_ids), max_new_tokens),
+                        temperature=temperature,
+                        stop_token_ids=sorted(stop_token_ids),
+                        extra_key=(key := str(engine.label)),
+                        sampling_seed=sampling_seed,
+                        vocab_size=self._vocab_size,
+                    )
                     generation = await _answer_of(engine, request)
                 finally:
                     if self._queue:
@@ -387,8 +394,8 @@ class JobEngines:
                 if generation is not None and generation.output_ids:
                     return await self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
-            except EngineRejected:
-                self._counters.add("engine/EngineRejected")
+            except EngineRejected as error:
+                self._counters.add(f"engine/{type(error).__name__}")
                 refused_by.add(engine.url)
                 if all(one.url in refused_by for one in self.usable()):
                     raise  # every engine would refuse it: the episode handles that

@@ -6,7 +6,7 @@ shared state. It does not choose the receiver: the first job to bind a free engi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gspo_core.spec import JobSpec
 from services.state.fleet_records import EngineRecord
@@ -27,14 +27,17 @@ class EngineFairness:
         others = [job for job in await self._store.jobs.served() if job != self._job]
         return sum([max(0, await self._of(job) - _num_bound(records, job)) for job in others])
 
-    async def surplus(self, records: Sequence[EngineRecord], mine: Sequence[str]) -> list[str]:
-        """The engines of ``mine`` to give away now: at most what other jobs lack beyond the free engines."""
+    async def surplus(
+        self, records: Sequence[EngineRecord], mine: Sequence[str], *, staying: Collection[str] = ()
+    ) -> list[str]:
+        """The engines of ``mine`` to give away now, none of ``staying``: at most what other jobs lack beyond the free
+        engines."""
         spare = len(mine) - self._num_wanted
         if spare <= 0:
             return []
         num_free = sum(record.job is None for record in records)
         lacked = await self.others_lack(records) - num_free
-        return sorted(mine)[: max(0, min(spare, lacked))]
+        return sorted(set(mine).difference(staying))[: max(0, min(spare, lacked))]
 
     async def _of(self, job: str) -> int:
         if job not in self._wanted:

@@ -1,8 +1,9 @@
 """Moves one engine from one version to the next: pause, load, verify, resume, each with a deadline.
 
     JOINING -> PAUSING -> LOADING -> RESUMING -> READY    a load verifies the label the engine then reports
-    unknown weights -> DIRTY                              paused, gets no requests, loaded again
+    unknown weights -> DIRTY                              paused, gets no requests, loaded again once it answers
     no connection   -> GONE                               after a restart it would hold other weights
+    long silence    -> GONE
 
 Rule: send ``continue`` only to an engine that holds what its label says; only a full, verified load leaves DIRTY.
 `engines` decides which engine should hold what.
@@ -66,11 +67,15 @@ class BoundEngine:
     """An engine this job holds."""
 
     client: Engine
+    context_tokens: int = 0
+    """The longest sequence that it samples; 0 where it does not say."""
     state: EngineState = EngineState.JOINING
     label: str = ""
     """Label of the weights it certainly holds; empty while unknown."""
     reason: str = ""
     """Why it is not READY."""
+    silent_since: float | None = None
+    """When it first left a call of a switch without an answer; it is told nothing until it answers again."""
     costs: SwitchCosts = field(default_factory=SwitchCosts)
 
     @property
@@ -117,6 +122,8 @@ async def switch(
         engine.distrust(EngineState.GONE, str(lost))
         return False
     except EngineError as error:
+        if isinstance(error, _NoAnswer):
+            engine.silent_since = time.monotonic()
         engine.distrust(EngineState.DIRTY, str(error))
         return False
     _count(engine.costs, mode, held, time.monotonic() - started)
@@ -131,18 +138,35 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines, heard: HeardEng
     label = engine.label
     if heard is not None and await heard.label(engine.url) == label:
         return True
+    problem: EngineError | None = None
     try:
         held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
-    except EngineUnavailable as error:
-        engine.distrust(EngineState.GONE, str(error))
-        return False
-    except EngineError:
-        return True  # slow is not gone
+    except EngineError as error:
+        held, problem = label, error  # slow is not gone
     if engine.state is not EngineState.READY or engine.label != label:
         return True  # meanwhile switching to other weights, which the switch verifies
+    if isinstance(problem, EngineUnavailable):
+        engine.distrust(EngineState.GONE, str(problem))
+        return False
     if held != label:
         engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was restarted")
     return held == label
+
+
+async def listen(engine: BoundEngine, *, within_s: float, give_up_after_s: float) -> None:
+    """Ask a silent engine whether it answers again. It is GONE when it cannot be reached or was silent for too long."""
+    assert engine.silent_since is not None
+    try:
+        await _within(within_s, engine.client.info(), "info")
+    except EngineUnavailable as lost:
+        engine.distrust(EngineState.GONE, str(lost))
+    except _NoAnswer:
+        if (silent_s := time.monotonic() - engine.silent_since) >= give_up_after_s:
+            engine.distrust(EngineState.GONE, f"it has not answered for {silent_s:.0f} s")
+    except EngineError:
+        engine.silent_since = None
+    else:
+        engine.silent_since = None
 
 
 async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: Deadlines) -> PauseMode:
@@ -161,6 +185,8 @@ async def _go_on(engine: BoundEngine, before: str, reason: str, deadlines: Deadl
     try:
         await _within(deadlines.answer_s, engine.client.resume(), "resume")
     except EngineError as error:
+        if isinstance(error, _NoAnswer):
+            engine.silent_since = time.monotonic()
         engine.distrust(EngineState.DIRTY, str(error))
         return False
     engine.state, engine.label, engine.reason = EngineState.READY, before, reason
@@ -183,10 +209,14 @@ def _count(costs: SwitchCosts, mode: PauseMode, held_tokens: int, paused_s: floa
     costs.tokens_lost += held_tokens if mode == "abort" else 0
 
 
+class _NoAnswer(EngineDirty):
+    """A deadline has passed."""
+
+
 async def _within(seconds: float, call: Awaitable[T], what: str) -> T:
     """Run ``call`` with a deadline; once it passes, the engine's state is unknown."""
     try:
         async with asyncio.timeout(seconds):
             return await call
     except TimeoutError as error:
-        raise EngineDirty(f"no answer to {what} within {seconds:g} s") from error
+        raise _NoAnswer(f"no answer to {what} within {seconds:g} s") from error

@@ -1,9 +1,11 @@
 """Finds and binds the engines that sample for a job, keeps them at the newest version, and gives them back.
 
 Rule: a binding fenced by the job's claim holds an engine; the job reports the engine's state under it, and other
-processes route by that. The job takes every free engine that fits its model and gives back what another job lacks. A
-draining engine gets no further version and goes back once idle. A version is staged (checked on disk while the engines
-run) before any engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all.
+processes route by that. Nothing is asked of an engine whose binding was lost, and none is given away in the middle of a
+switch. The job takes every free engine that fits its model and gives back what another job lacks. A draining engine
+gets no further version and goes back once idle. A version is staged (checked on disk while the engines run) before any
+engine pauses for it, and at most half of the engines pause at a time, unless one sending reaches all. Else each engine
+switches by itself, and one that is slow, or does not answer, holds up no other.
 `engine_switch` switches one engine; `weight_transport` moves the tensors.
 """
 
@@ -14,7 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_core.versions import WeightsManifest
@@ -24,12 +26,14 @@ from services.engines.keys import warning
 from services.engines.probe import problem_of
 from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
 from services.files.weights import WeightStore
+from services.process.cancelling import cancel_all
 from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.heard_engines import HeardEngines
 from services.state.jobs import WaitCode
 from services.state.leases import BeatWatch
+from services.state.refusals import Missing
 from services.state.store import Store
 from services.trainer.fleet.engine_fairness import EngineFairness
 from services.trainer.fleet.engine_switch import (
@@ -37,6 +41,7 @@ from services.trainer.fleet.engine_switch import (
     Deadlines,
     SwitchCosts,
     WeightSync,
+    listen,
     still_holds,
     switch,
 )
@@ -54,6 +59,12 @@ EXPLAIN_S = 3.0
 
 Explain = Callable[[WaitCode, str], Awaitable[None]]
 """Takes the code and the text of a reason."""
+
+
+@dataclass(frozen=True)
+class _Switching:
+    version: int
+    task: asyncio.Task[None]
 
 
 class EnginePool:
@@ -88,6 +99,7 @@ class EnginePool:
         self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
         self._heard = heard
+        self._lease_s = lease_s
         self._presence = BeatWatch(lease_s, time.monotonic)
         self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
@@ -105,6 +117,12 @@ class EnginePool:
         """Engine -> the other job that has it."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
+        self._switches: dict[BoundEngine, _Switching] = {}
+        """Those that are under way, wait for their turn, or are tried again soon."""
+        self._turns: set[str] = set()
+        """Engines that served until they were paused."""
+        self._in_switch: set[str] = set()
+        """Engines that are being paused, loaded or resumed now: they stay here until that is over."""
 
     async def publish(self, manifest: WeightsManifest) -> None:
         """Let the engines move to ``manifest`` as soon as they can."""
@@ -171,8 +189,9 @@ class EnginePool:
 
     def versions_in_use(self) -> set[int]:
         """Versions that an engine holds or is loading."""
-        on_the_way = () if self._target is None else (self._target.version,)
-        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way}
+        newest = () if self._target is None else (self._target.version,)
+        on_the_way = (one.version for one in self._switches.values())
+        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way, *newest}
 
     def unfit(self) -> Mapping[str, str]:
         """Engine -> why it cannot serve the job's model."""
@@ -201,51 +220,109 @@ class EnginePool:
         if engine := self._bound.get(url):
             engine.distrust(EngineState.DIRTY, reason)
             await self._tell(engine)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
 
     async def run(self) -> None:
         """Maintain the engines until cancelled."""
-        await first_to_end(self._keep_up(), self._watch())
+        failure = asyncio.get_running_loop().create_future()
+        try:
+            await first_to_end(self._keep_up(failure), self._watch(), failure)
+        finally:
+            await cancel_all([one.task for one in self._switches.values()])
 
-    async def _keep_up(self) -> None:
+    async def _keep_up(self, failure: asyncio.Future[None]) -> None:
         while True:
             target = await self._next_target()
             path = await self._staging.stage(target)
             behind = self._outdated(target)
-            half = max(1, math.ceil(len(self._bound) / 2))
-            slots = asyncio.Semaphore(len(behind) if self._transport.sends_to_all else half)
             for engine in behind:
                 if not engine.label:  # new, or no longer trusted: any group it was in is void
                     await self._transport.forget(engine.client)
             await self._transport.prepare([engine.client for engine in behind], path, target.label)
-            done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
-            async with self._changed:
-                self._changed.notify_all()
-            if not all(done):
+            started = [self._start(engine, target, path, failure) for engine in behind]
+            if self._transport.sends_to_all and started:
+                await asyncio.wait(started)
+
+    def _start(
+        self, engine: BoundEngine, target: WeightsManifest, path: Path, failure: asyncio.Future[None]
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._try_switch(engine, target, path), name=f"switch of {engine.url}")
+        self._switches[engine] = _Switching(target.version, task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) and not failure.done():
+                failure.set_exception(error)
+
+        task.add_done_callback(end)
+        return task
+
+    async def _try_switch(self, engine: BoundEngine, target: WeightsManifest, path: Path) -> None:
+        try:
+            if not await self._switch(engine, target, path):
                 await asyncio.sleep(RETRY_S)
+        finally:
+            del self._switches[engine]
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def release(self) -> None:
         """Give the engines back for other jobs."""
         for url in list(self._bound):
             await self._give_back(url, "was given back")
 
-    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
-        async with slots:
-            await self._tell(engine, switching=True)
-            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path) -> bool:
+        """False: try again."""
+        if not await self._wait_for_turn(engine, target):
             self._transport.withdraw(engine.client)
+            return True
+        try:
+            if not await self._tell(engine, switching=True):
+                return False  # the binding was lost
+            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+        finally:
+            self._in_switch.discard(engine.url)
+            self._turns.discard(engine.url)
+            self._transport.withdraw(engine.client)
+        await self._notify()
+        if self._bound.get(engine.url) is not engine:
+            return True
         if engine.state is EngineState.GONE:
             await self._give_back(engine.url, f"is gone: {engine.reason}")
         else:
             await self._tell(engine)
         return done
 
+    async def _wait_for_turn(self, engine: BoundEngine, target: WeightsManifest) -> bool:
+        """Begin the switch as soon as enough others serve; False: it went to another job or drains by then, or there is
+        a newer version."""
+        needs_none = self._transport.sends_to_all or engine.state is EngineState.DIRTY  # one that does not serve
+
+        def may_begin() -> bool:
+            return needs_none or len(self._turns) < max(1, math.ceil(len(self._bound) / 2))
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: may_begin() or self._target is not target)
+        if engine not in self._serving() or not may_begin():
+            return False
+        self._in_switch.add(engine.url)
+        if not needs_none:
+            self._turns.add(engine.url)
+        return True
+
     def _outdated(self, target: WeightsManifest) -> list[BoundEngine]:
-        return [engine for engine in self._serving() if engine.label != target.label]
+        """Those to switch now, the oldest first."""
+        behind = [
+            engine
+            for engine in self._serving()
+            if engine.label != target.label and engine not in self._switches and engine.silent_since is None
+        ]
+        return sorted(behind, key=lambda engine: engine.version if engine.label else -1)
 
     async def _next_target(self) -> WeightsManifest:
-        """Wait for a version that some engine does not hold yet."""
+        """Wait for a version that some engine does not hold yet and is not being given."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
             assert self._target is not None
@@ -259,23 +336,63 @@ class EnginePool:
 
     async def _look(self) -> None:
         """One round: drop lost engines, share, find new ones."""
-        ready = self.ready()
-        held = await asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready))
+        ready = [engine for engine in self.ready() if engine.url not in self._in_switch]
+        held, _ = await asyncio.gather(
+            asyncio.gather(*(still_holds(engine, self._deadlines, self._heard) for engine in ready)),
+            asyncio.gather(*(self._listen(engine) for engine in self._bound.values() if engine.silent_since)),
+        )
         for engine, is_fine in zip(ready, held, strict=True):
+            if engine.url in self._in_switch or self._bound.get(engine.url) is not engine:
+                continue  # its switch will tell
             if engine.state is EngineState.GONE:
                 await self._give_back(engine.url, f"is gone: {engine.reason}")
             elif not is_fine:
                 await self._tell(engine)
         records = await self._store.fleet.engines()
+        await self._keep_bound(records)
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
-        for url in await self._fairness.surplus(records, [engine.url for engine in self._serving()]):
-            get_logger().info("engine handed over to a job that has too few", engine=url)
-            await self._give_back(url, "was handed over to a job that has too few")
+        await self._share(records)
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
         await self._give_back_inherited(records)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._notify()
+
+    async def _listen(self, engine: BoundEngine) -> None:
+        await listen(engine, within_s=min(_ANSWER_S, self._deadlines.answer_s), give_up_after_s=self._lease_s)
+        if engine.state is EngineState.GONE and self._bound.get(engine.url) is engine:
+            await self._give_back(engine.url, f"is gone: {engine.reason}")
+
+    async def _share(self, records: Sequence[EngineRecord]) -> None:
+        """Give away what other jobs lack. An engine in the middle of a switch stays: its next job would be
+        overwritten there."""
+        serving = [engine.url for engine in self._serving()]
+        for url in await self._fairness.surplus(records, serving, staying=self._in_switch):
+            if url not in self._in_switch:
+                get_logger().info("engine handed over to a job that has too few", engine=url)
+                await self._give_back(url, "was handed over to a job that has too few")
+
+    async def _keep_bound(self, records: Iterable[EngineRecord]) -> None:
+        """An engine that was taken off the list lost its binding: it is bound again if it is listed and free, else
+        left to whoever has it now."""
+        jobs = {record.id: record.job for record in records}
+        for url, engine in list(self._bound.items()):
+            is_told = url in self._told  # else the latest report was refused
+            if self._bound.get(url) is not engine or (jobs.get(url) == self._job and is_told):
+                continue
+            self._told.pop(url, None)
+            if url not in jobs:
+                await self._let_go(url, "was taken off the list")
+            elif jobs[url] not in (None, self._job) or not await self._bind(url):
+                await self._let_go(url, "was taken off the list, and another job has it now")
+            else:
+                get_logger().info("engine bound again", engine=url, job=self._job)
+                await self._tell(engine)
+
+    async def _bind(self, url: str) -> bool:
+        try:
+            return await self._store.fleet.bind(self._job, self._token, url)
+        except Missing:  # taken off the list this instant
+            return False
 
     async def _give_back_inherited(self, records: Iterable[EngineRecord]) -> None:
         """What an earlier owner of the job held and this one leaves to others, or cannot use, is free for them."""
@@ -286,7 +403,7 @@ class EnginePool:
     async def _drain(self, draining: set[str]) -> None:
         """Give back idle engines that were already draining a round ago, so every process knows."""
         for url in draining & self._draining & self._bound.keys():
-            if await _is_idle(self._bound[url].client):
+            if await _is_idle(self._bound[url].client) and url not in self._in_switch:
                 get_logger().info("engine drained", engine=url)
                 await self._give_back(url, "was drained")
         changed, self._draining = draining ^ self._draining, draining
@@ -320,10 +437,11 @@ class EnginePool:
             return self._refuse(url, problem)
         self._unfit.pop(url, None)
         await self._store.fleet.register_engine(EngineRecord.of(url, info))
-        if await self._store.fleet.bind(self._job, self._token, url):
-            self._bound[url] = engine = BoundEngine(client)
+        if await self._bind(url):
+            self._bound[url] = engine = BoundEngine(client, capabilities.context_tokens)
             self._absent.pop(url, None)
-            get_logger().info("engine bound", engine=url, job=self._job)
+            limit = capabilities.context_tokens or None
+            get_logger().info("engine bound", engine=url, job=self._job, context_tokens=limit)
             if capabilities.is_unguarded and url not in self._warned:
                 self._warned.add(url)
                 get_logger().warning(warning(url))
@@ -356,22 +474,36 @@ class EnginePool:
         except EngineError as error:
             return f"it fails the self-test: {error}"
 
-    async def _give_back(self, url: str, why: str) -> None:
+    async def _let_go(self, url: str, why: str) -> None:
+        """Hold the engine no more, and ask nothing of it."""
+        get_logger().warning("engine lost", engine=url, reason=why)
+        switching = self._switches.get(self._bound[url])
+        await self._forget(url, why)
+        if switching:
+            await cancel_all([switching.task])
+
+    async def _forget(self, url: str, why: str) -> None:
         if engine := self._bound.pop(url, None):
             self._costs_of_those_gone += engine.costs
             self._absent[url] = why
             await self._transport.forget(engine.client)
         self._told.pop(url, None)
+
+    async def _give_back(self, url: str, why: str) -> None:
+        await self._forget(url, why)
         await self._store.fleet.unbind(self._job, self._token, url)
 
-    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
-        """Publish the engine's state if it changed."""
+    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> bool:
+        """Publish the engine's state if it changed; False: the job does not hold it."""
         is_draining = engine.url in self._draining
         state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
-        said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
+        costs = asdict(engine.costs)
+        said = EngineReport(state, engine.label, engine.reason, context_tokens=engine.context_tokens, **costs)
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
-            await self._store.fleet.mark(self._job, self._token, engine.url, said)
+            if not await self._store.fleet.mark(self._job, self._token, engine.url, said):
+                self._told.pop(engine.url, None)
+        return engine.url in self._told
 
 
 async def _is_idle(client: Engine) -> bool:

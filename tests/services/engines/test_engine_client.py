@@ -213,6 +213,22 @@ def test_a_profile_is_read_from_the_version_that_an_engine_names() -> None:
             EngineProfile.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("said", "longest"),
+    [
+        ({"context_length": None, "max_req_input_len": 4090}, 4090),
+        ({"context_length": 4096, "max_req_input_len": 4090}, 4090),
+        ({"context_length": 4096}, 4096),
+        ({}, 0),
+    ],
+)
+async def test_the_longest_sequence_of_an_engine_is_what_it_would_not_refuse(said: Any, longest: int) -> None:
+    told = {"version": "0.5.23", "tp_size": 1, "dp_size": 1, "pp_size": 1, **said}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=told))
+    async with httpx.AsyncClient(transport=transport) as http:
+        assert (await EngineClient("http://127.0.0.1:1", http).capabilities()).context_tokens == longest
+
+
 async def test_keys_go_where_they_belong() -> None:
     seen: dict[str, str | None] = {}
 

@@ -62,6 +62,7 @@ class Server:
     label: str = "job/1/0"
     is_paused: bool = False
     quantization: str | None = None
+    max_model_len: int | None = None
     loaded: list[dict[str, str]] | int = field(default_factory=lambda: [{"refused": ""}])
     """By rank; a number is the status of a failure."""
     statuses: dict[str, int] = field(default_factory=dict)
@@ -88,7 +89,10 @@ class Server:
             "/is_paused": {"is_paused": self.is_paused},
             "/weight_info": {"weight_version": self.label},
             "/version": {"version": "0.32.0"},
-            "/v1/models": {"object": "list", "data": [{"id": "m", "root": "/m/v0"}]},
+            "/v1/models": {
+                "object": "list",
+                "data": [{"id": "m", "root": "/m/v0", "max_model_len": self.max_model_len}],
+            },
             "/health": {},
             "/server_info": {"vllm_config": {"model_config": {"quantization": self.quantization}, "cache_config": {}}},
         }
@@ -114,6 +118,11 @@ async def generate(server: Server) -> Any:
     return await server.client().generate(
         [1, 2, 3], max_new_tokens=4, temperature=1.0, stop_token_ids=[9], rid=RID, extra_key="job/1/1", vocab_size=100
     )
+
+
+@pytest.mark.parametrize(("said", "found"), [(4096, 4096), (None, 0)])
+async def test_the_longest_sequence_is_what_it_says(said: int | None, found: int) -> None:
+    assert (await Server(answer([4]), max_model_len=said).client().capabilities()).context_tokens == found
 
 
 async def test_an_answer_becomes_tokens_under_the_label_that_sampled_them() -> None:

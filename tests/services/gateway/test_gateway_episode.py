@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
+from services.engines.errors import ContextFull
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
 from services.gateway.history import Rewritten
 from services.state.fleet_records import WorkerRecord
@@ -28,7 +29,7 @@ from tests.services.gateway.gateway_kit import (
     take,
     user,
 )
-from tests.services.rollout.rollout_kit import Speech, stitched, until
+from tests.services.rollout.rollout_kit import ScriptedPolicy, Speech, stitched, until
 
 HI = user("hi")
 
@@ -422,6 +423,16 @@ async def test_a_conversation_too_long_is_refused_and_a_shorter_one_goes_on(code
     assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
     assert (await one.ask(HI)).text == "One."
     assert one.episode.stopped is None
+
+
+async def test_a_turn_that_fills_the_context_of_the_engines_ends_with_what_was_sampled(codec: HermesCodec) -> None:
+    async def is_full(_ids: list[int]) -> NoReturn:
+        raise ContextFull("http://e: as long as any that it samples")
+
+    one = Bench(codec, policy=ScriptedPolicy([Speech(codec).say("One.")[:-1], is_full]))
+    answer = await one.ask(HI)
+    assert (answer.text, answer.finish) == ("One.", "length")
+    assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
 
 
 async def test_parallel_turns_never_exceed_the_episodes_tokens(codec: HermesCodec) -> None:

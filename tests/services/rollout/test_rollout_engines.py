@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from gspo_core.types import CacheMode
 from gspo_core.versions import WeightFile, WeightsManifest
-from services.engines.errors import EngineError, EngineRejected, EngineUnavailable
+from services.engines.errors import ContextFull, EngineError, EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.policy import Sampled
@@ -306,6 +306,26 @@ async def test_what_one_engine_refuses_another_may_take(place: Place) -> None:
     await worker.until_usable(1)
     with pytest.raises(EngineRejected):
         await worker.ask(20)
+
+
+async def test_no_request_goes_beyond_the_longest_sequence_that_an_engine_samples(place: Place) -> None:
+    """Its answer is the shorter, and what has no room left is told apart from what an engine does not take."""
+    place.add("short", context_length=8)
+    place.say(0, report=EngineReport(EngineState.READY, context_tokens=8))
+    worker = place.worker()
+    await worker.until_usable(1)
+    assert len((await worker.ask(20)).generation.output_ids) == 5
+
+    def one_more(prefer: str = "") -> Coroutine[Any, Any, Sampled]:
+        ids = list(range(8))
+        return worker.engines.sample(ids, max_new_tokens=1, temperature=1.0, stop_token_ids=[], prefer_engine=prefer)
+
+    with pytest.raises(ContextFull):
+        await one_more()
+    place.add("long")
+    await worker.until_usable(2)
+    assert (await one_more("http://short")).engine_id == "http://long"
+    assert "engine/EngineRejected" not in worker.counters.snapshot()
 
 
 @pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (404, EngineRejected), (429, EngineUnavailable)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import NoReturn
 
 import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
 from gspo_core.types import Split, StopReason
+from services.engines.errors import ContextFull
 from services.episodes.repetition import goes_in_circles
 from services.workers.episode import Episode
 from tests.services.rollout.rollout_kit import ScriptedPolicy, Speech, Table, load_codec, make_order, make_setting
@@ -55,6 +57,26 @@ async def test_an_episode_that_goes_in_circles_ends_and_is_scored(
         assert reason is StopReason.REPETITION
         assert sum(segment.num_actions for segment in segments) == 60
         assert segments[-1].outcome.reward == 0.0
+
+
+async def test_an_episode_that_fills_the_context_of_its_engines_ends_there_with_its_tokens(
+    redis_client: Redis, codec: HermesCodec
+) -> None:
+    """It is neither failed nor sampled again, where theirs is shorter than its own."""
+    table, said = await Table.lay(redis_client), Speech(codec).say("x" * 50)
+
+    async def is_full(_ids: list[int]) -> NoReturn:
+        raise ContextFull("http://e: as long as any that it samples")
+
+    await table.dispatch()
+    (lease,) = await table.lease()
+    policy = ScriptedPolicy([said[:30], is_full])
+    assert await Episode(make_setting(table, codec, policy), make_order(lease)).run() is StopReason.CONTEXT_OVERFLOW
+    segments = await table.segments(lease.key)
+    assert sum(segment.num_actions for segment in segments) == 30
+    assert segments[-1].outcome is not None
+    assert segments[-1].outcome.reward is not None
+    assert len(policy.prompts) == 2
 
 
 @pytest.mark.parametrize(

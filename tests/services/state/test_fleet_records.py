@@ -81,7 +81,8 @@ def test_the_wire_format_is_that_of_the_release_before(kind: type[ProcessRecord]
 
 
 def test_a_report_is_written_as_before_and_every_state_of_an_engine_can_be_said() -> None:
-    assert json.loads(EngineReport.from_json(json.dumps(REPORT).encode()).to_json()) == REPORT
+    assert json.loads(EngineReport.from_json(json.dumps(REPORT).encode()).to_json()) == REPORT | {"context_tokens": 0}
+    assert EngineReport.from_json(json.dumps(REPORT | {"context_tokens": 4090}).encode()).context_tokens == 4090
     for state in EngineState:
         assert EngineReport.from_json(EngineReport(state).to_json()).state is state
     asked = {state for state in EngineState if state.may_be_asked}
@@ -153,7 +154,8 @@ async def test_the_api_shows_an_engine_with_its_report_among_its_fields(
         shown = {one["id"]: one for one in (await http.get("/v1/workers")).json()["data"]}
     of_all = {"object": "worker", "alive": True, "draining": False, "beats": 0}
     drain = {"links": {"drain": "/v1/engines/http%3A%2F%2F10.0.0.7%3A30000/drain"}}
-    assert shown.pop(URL) == of_all | ENGINE | REPORT | {"role": "engine", "job": claim.job_id} | drain
+    reported = REPORT | {"context_tokens": 0}
+    assert shown.pop(URL) == of_all | ENGINE | reported | {"role": "engine", "job": claim.job_id} | drain
     for record, role in ((TRAINER, "trainer"), (WORKER, "rollout")):
         links = {"links": {"drain": f"/v1/workers/{record['id']}/drain"}}
         assert shown.pop(record["id"]) == of_all | record | {"role": role} | links

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 
 from gspo_core.versions import WeightsManifest
 from services.engines.errors import EngineRejected
-from services.engines.protocol import Generation, info_calls
+from services.engines.protocol import Engine, Generation, info_calls
 from services.engines.sglang import EngineClient
 from services.engines.weight_group import WeightGroup
 from services.files.job_dir import JobDir
@@ -37,7 +37,7 @@ from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engine_switch import Deadlines
 from services.trainer.fleet.engines import EnginePool
-from services.trainer.fleet.weight_transport import ThroughGroup
+from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.engine import Ask
 from tests.services.rollout.rollout_kit import until
@@ -112,6 +112,43 @@ class Job:
         manifest = self.weights.write(version, self.claim.epoch, version, lambda path: write_model(path, **changes))
         await self.engines.publish(manifest)
         return manifest
+
+
+class Hang(Fault):
+    """Every call is accepted, and never answered."""
+
+    def strikes(self, path: str) -> bool:
+        return True
+
+
+class GatedLoads(FromDisk):
+    """Loads are noted, and wait while the gate is closed."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, str]] = []
+        """Engine and label."""
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        self.loads.append((engine.url, label))
+        await self.gate.wait()
+        await super().load(engine, path, label, flush=flush, timeout_s=timeout_s)
+
+    async def first_of(self, job: Job, version: int) -> tuple[str, str, WeightsManifest]:
+        """Of two engines: the one that is in the middle of its switch to a version, and the one that waits for it."""
+        self.gate.clear()
+        before = len(self.loads)
+        manifest = await job.publish(version)
+        await until(lambda: len(self.loads) > before)
+        (waits,) = set(job.engines.bound()) - {loads := self.loads[before][0]}
+        return loads, waits, manifest
+
+
+class JointFromDisk(FromDisk):
+    """As where one sending reaches all."""
+
+    sends_to_all = True
 
 
 def write_model(directory: Path, **changes: Any) -> None:
@@ -300,7 +337,8 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
     num_again = job.engines.metrics()["engine/tokens_prefilled_again"]
     assert num_again >= 30 if sync == "retract" else num_again == 0
     assert job.engines.metrics()["engine/tokens_lost"] == 0
-    assert (await place.report("http://e")).num_switches == 2
+    report = await place.report("http://e")
+    assert (report.num_switches, report.context_tokens) == (2, engine.context_length)
 
 
 async def test_a_job_that_waits_for_an_engine_says_which_job_has_it(
@@ -371,6 +409,55 @@ async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: 
     await until(is_dirty)
     assert "no answer to resume within" in (await place.report("http://e")).reason
     await job.engines.wait_for(newer)  # the next load heals it
+
+
+async def test_an_engine_that_is_slow_to_switch_holds_up_no_other(place: Place, claim: Claim) -> None:
+    engines = {name: place.add_engine(name) for name in ("slow", "one", "two")}
+    job = place.engines_of(claim, *(f"http://{name}" for name in engines), deadlines=Deadlines(pause_s=10**6))
+    await job.engines.wait_for(first := await job.publish(0), num_engines=3)
+    engines["slow"].faults.append(Fault("/pause_generation", "hang"))
+    for version in (1, 2, 3):
+        manifest = await job.publish(version)
+        await until(serves(engines["one"], manifest))
+        await until(serves(engines["two"], manifest))
+    assert engines["slow"].label == first.label
+    assert {1, 3} <= job.engines.versions_in_use(), "the version that it is being given may be removed"
+
+
+@pytest.mark.parametrize("transport", [FromDisk, JointFromDisk])
+async def test_an_engine_that_does_not_answer_is_left_alone_and_given_back_after_a_lease(
+    place: Place, claim: Claim, transport: type[FromDisk]
+) -> None:
+    engines = {name: place.add_engine(name) for name in ("good", "hangs")}
+    urls, deadlines = [f"http://{name}" for name in engines], Deadlines(answer_s=0.3, pause_s=0.3)
+    job = place.engines_of(claim, *urls, deadlines=deadlines, transport=transport())
+    await job.engines.wait_for(await job.publish(0), num_engines=2)
+    engines["hangs"].faults.append(Hang("", "hang"))
+    second = await job.publish(1)
+    await until(lambda: job.engines.bound() == ["http://good"])
+    assert "http://hangs is gone: it has not answered for" in job.engines._what_is_missing(2)
+    assert (await place.records())["http://hangs"].job is None
+    await until(serves(engines["good"], second))
+    engines["hangs"].faults.clear()
+    third = await job.publish(2)
+    await until(serves(engines["hangs"], third))
+    await until(serves(engines["good"], third))
+
+
+async def test_an_engine_that_answers_again_within_a_lease_is_loaded_anew(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    deadlines = Deadlines(answer_s=0.3, pause_s=0.3)
+    job = place.engines_of(claim, "http://e", deadlines=deadlines, lease_s=10**6)
+    await job.engines.wait_for(await job.publish(0))
+    bound = job.engines._bound["http://e"]
+    engine.faults.append(Hang("", "hang"))
+    newer = await job.publish(1)
+    await until(lambda: bound.silent_since is not None and not job.engines._switches)
+    assert (bound.state, await place.state("http://e")) == ("dirty", "dirty")
+    engine.faults.clear()
+    await job.engines.wait_for(newer)
+    assert job.engines._bound["http://e"] is bound
+    assert serves(engine, newer)()
 
 
 async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim: Claim) -> None:
@@ -510,6 +597,116 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
     await second.engines.release()
     await store.jobs.set_status(other.job_id, "failed", token=other.token)
     await until(lambda: len(first.engines.ready()) == 2)
+
+
+async def test_a_job_gives_away_no_engine_in_the_middle_of_a_switch_and_overwrites_none_that_it_gave_away(
+    place: Place, store: Store
+) -> None:
+    engines = {f"http://{name}": place.add_engine(name) for name in "ab"}
+    gated = GatedLoads()
+    first = place.engines_of(await claim_new_job(store, "one"), *engines, transport=gated)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    loads, waits, newer = await gated.first_of(first, 1)
+    second = place.engines_of(await claim_new_job(store, "two"), *engines)
+    await second.engines.wait_for(others := await second.publish(0))
+    assert [one.url for one in second.engines.ready()] == [waits]
+    gated.gate.set()
+    await first.engines.wait_for(newer)
+    await first.engines.wait_for(last := await first.publish(2))  # whatever the round before still had to do is done
+    assert (engines[loads].label, engines[waits].label) == (last.label, others.label)
+    assert engines[waits].paused is None
+    assert (waits, newer.label) not in gated.loads
+
+
+async def test_an_engine_that_drains_is_given_back_after_its_switch_or_without_one(place: Place, claim: Claim) -> None:
+    engines = {f"http://{name}": place.add_engine(name) for name in "ab"}
+    gated = GatedLoads()
+    job = place.engines_of(claim, *engines, transport=gated)
+    await job.engines.wait_for(old := await job.publish(0), num_engines=2)
+    loads, waits, newer = await gated.first_of(job, 1)
+    await place.store.fleet.drain_engine(loads)
+    await until(lambda: loads in job.engines._draining)
+    await place.store.fleet.drain_engine(waits)
+    await until(lambda: waits not in job.engines.bound())
+    assert job.engines.bound() == [loads]
+    gated.gate.set()
+    await until(lambda: job.engines.bound() == [])
+    assert (engines[loads].label, engines[waits].label) == (newer.label, old.label)
+    for url in (loads, waits):
+        await place.store.fleet.drain_engine(url, False)
+    await job.engines.wait_for(await job.publish(2), num_engines=2)
+    assert (waits, newer.label) not in gated.loads
+
+
+async def test_an_engine_that_another_job_took_after_it_left_the_list_is_not_touched_again(
+    place: Place, store: Store
+) -> None:
+    """Else two jobs would give it their weights in turn, for as long as both run."""
+    engine = place.add_engine("a")
+    place.add_engine("b")
+    first = place.engines_of(await claim_new_job(store, "one"), "http://a", "http://b", num_wanted=2)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    other = await claim_new_job(store, "two")
+
+    async def taken_by_the_other() -> bool:
+        await store.fleet.remove_engine("http://a")  # as `announce` does when it is stopped
+        await store.fleet.register_engine(EngineRecord(id="http://a", url="http://a"))
+        return await store.fleet.bind(other.job_id, other.token, "http://a")
+
+    await until(taken_by_the_other)
+    await until(lambda: first.engines.bound() == ["http://b"])
+    engine.label = engine.shown_label = "job_other/1/7"
+    manifest = await first.publish(1)
+    await first.engines.wait_for(manifest)
+    assert (engine.label, first.engines.bound()) == ("job_other/1/7", ["http://b"])
+    assert (await place.records())["http://a"].job == other.job_id
+    assert "http://a was taken off the list" in first.engines._what_is_missing(2)
+
+
+async def test_an_engine_that_left_the_list_and_came_back_is_bound_and_reported_again(
+    place: Place, claim: Claim
+) -> None:
+    place.add_engine("a")
+    job = place.engines_of(claim, "http://a")
+    await job.engines.wait_for(manifest := await job.publish(0))
+    await place.store.fleet.remove_engine("http://a")
+    place.announce("a")
+
+    async def is_reported() -> bool:
+        record = (await place.records()).get("http://a")
+        return record is not None and (record.job, record.state, record.label) == (
+            claim.job_id,
+            "ready",
+            manifest.label,
+        )
+
+    await until(is_reported)
+    await job.engines.wait_for(manifest)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_a_report_that_is_refused_shows_that_the_binding_was_lost(
+    place: Place, claim: Claim, is_listed: bool
+) -> None:
+    """Also where the list that was read is older than the loss; and what left the list alone is let go."""
+    place.add_engine("a")
+    job = place.engines_of(claim, *(["http://a"] if is_listed else []))
+    announced = place.announce("a")
+    await job.engines.wait_for(await job.publish(0))
+    announced.cancel()
+    job.running.cancel()
+    await asyncio.gather(announced, job.running, return_exceptions=True)
+    records = await place.store.fleet.engines()
+    await place.store.fleet.remove_engine("http://a")
+    if is_listed:
+        await place.store.fleet.register_engine(EngineRecord(id="http://a", url="http://a"))
+    await job.engines.distrust("http://a", "its log-probs differ")
+    assert await place.state("http://a") is None
+    await job.engines._keep_bound(records)
+    if is_listed:
+        assert await place.state("http://a") == "dirty"
+    else:
+        assert job.engines.bound() == []
 
 
 async def test_what_a_dead_owner_held_and_its_successor_spares_goes_to_the_job_without(
