@@ -120,7 +120,7 @@ class EnginePool:
         self._switches: dict[BoundEngine, _Switching] = {}
         """Those that are under way, wait for their turn, or are tried again soon."""
         self._turns: set[str] = set()
-        """Engines that served until they were paused."""
+        """Engines in a switch of which at most half of all may be at a time."""
         self._in_switch: set[str] = set()
         """Engines that are being paused, loaded or resumed now: they stay here until that is over."""
 
@@ -250,7 +250,9 @@ class EnginePool:
         self._switches[engine] = _Switching(target.version, task)
 
         def end(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) and not failure.done():
+            if task.cancelled():  # perhaps before it began
+                self._switches.pop(engine, None)
+            elif (error := task.exception()) and not failure.done():
                 failure.set_exception(error)
 
         task.add_done_callback(end)
@@ -261,7 +263,7 @@ class EnginePool:
             if not await self._switch(engine, target, path):
                 await asyncio.sleep(RETRY_S)
         finally:
-            del self._switches[engine]
+            self._switches.pop(engine, None)
         await self._notify()
 
     async def _notify(self) -> None:
@@ -403,12 +405,14 @@ class EnginePool:
     async def _drain(self, draining: set[str]) -> None:
         """Give back idle engines that were already draining a round ago, so every process knows."""
         for url in draining & self._draining & self._bound.keys():
-            if await _is_idle(self._bound[url].client) and url not in self._in_switch:
+            engine = self._bound.get(url)  # a switch may have found it gone meanwhile
+            if engine and await _is_idle(engine.client) and url not in self._in_switch:
                 get_logger().info("engine drained", engine=url)
                 await self._give_back(url, "was drained")
         changed, self._draining = draining ^ self._draining, draining
         for url in changed & self._bound.keys():
-            await self._tell(self._bound[url])
+            if engine := self._bound.get(url):
+                await self._tell(engine)
 
     async def _free(self, records: Iterable[EngineRecord]) -> list[str]:
         """Live, unbound engines, in an order that differs between jobs."""
