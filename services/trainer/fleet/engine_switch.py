@@ -75,7 +75,7 @@ class BoundEngine:
     reason: str = ""
     """Why it is not READY."""
     silent_since: float | None = None
-    """When it first left a call of a switch without an answer; it is told nothing until it answers again."""
+    """When it first left a call without an answer; it is told nothing until it answers again."""
     costs: SwitchCosts = field(default_factory=SwitchCosts)
 
     @property
@@ -148,6 +148,8 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines, heard: HeardEng
     if isinstance(problem, EngineUnavailable):
         engine.distrust(EngineState.GONE, str(problem))
         return False
+    if isinstance(problem, _NoAnswer) and engine.silent_since is None:
+        engine.silent_since = time.monotonic()
     if held != label:
         engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was restarted")
     return held == label

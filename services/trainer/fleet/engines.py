@@ -283,6 +283,8 @@ class EnginePool:
         try:
             if not await self._tell(engine, switching=True):
                 return False  # the binding was lost
+            if not engine.label and not self._transport.sends_to_all:
+                await self._transport.forget(engine.client)  # distrusted while it waited for its turn
             done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
         finally:
             self._in_switch.discard(engine.url)
@@ -300,17 +302,19 @@ class EnginePool:
     async def _wait_for_turn(self, engine: BoundEngine, target: WeightsManifest) -> bool:
         """Begin the switch as soon as enough others serve; False: it went to another job or drains by then, or there is
         a newer version."""
-        needs_none = self._transport.sends_to_all or engine.state is EngineState.DIRTY  # one that does not serve
+
+        def needs_none() -> bool:
+            return self._transport.sends_to_all or not engine.state.may_be_asked
 
         def may_begin() -> bool:
-            return needs_none or len(self._turns) < max(1, math.ceil(len(self._bound) / 2))
+            return needs_none() or len(self._turns) < max(1, math.ceil(len(self._bound) / 2))
 
         async with self._changed:
             await self._changed.wait_for(lambda: may_begin() or self._target is not target)
         if engine not in self._serving() or not may_begin():
             return False
         self._in_switch.add(engine.url)
-        if not needs_none:
+        if not needs_none():
             self._turns.add(engine.url)
         return True
 
@@ -481,7 +485,8 @@ class EnginePool:
     async def _let_go(self, url: str, why: str) -> None:
         """Hold the engine no more, and ask nothing of it."""
         get_logger().warning("engine lost", engine=url, reason=why)
-        switching = self._switches.get(self._bound[url])
+        engine = self._bound.get(url)  # None: it was given back this instant
+        switching = self._switches.get(engine) if engine else None
         await self._forget(url, why)
         if switching:
             await cancel_all([switching.task])

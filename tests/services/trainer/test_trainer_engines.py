@@ -129,6 +129,11 @@ class GatedLoads(FromDisk):
         """Engine and label."""
         self.gate = asyncio.Event()
         self.gate.set()
+        self.forgotten: list[str] = []
+
+    async def forget(self, engine: Engine) -> None:
+        self.forgotten.append(engine.url)
+        await super().forget(engine)
 
     async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         self.loads.append((engine.url, label))
@@ -442,6 +447,63 @@ async def test_an_engine_that_does_not_answer_is_left_alone_and_given_back_after
     third = await job.publish(2)
     await until(serves(engines["hangs"], third))
     await until(serves(engines["good"], third))
+
+
+async def test_an_engine_that_falls_silent_between_two_versions_is_given_back_after_a_lease(
+    place: Place, claim: Claim
+) -> None:
+    """Where no engine answers, no step is taken, so no switch would ever find out."""
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e", deadlines=Deadlines(answer_s=0.3))
+    await job.engines.wait_for(await job.publish(0))
+    engine.faults.append(Hang("", "hang"))
+    await until(lambda: job.engines.bound() == [])
+    assert "http://e is gone: it has not answered for" in job.engines._what_is_missing(1)
+
+
+async def test_an_engine_that_does_not_serve_yet_waits_for_no_turn(place: Place, claim: Claim) -> None:
+    slow = place.add_engine("a")
+    job = place.engines_of(claim, "http://a", "http://b", deadlines=Deadlines(pause_s=10**6))
+    await job.engines.wait_for(await job.publish(0))
+    slow.faults.append(Fault("/pause_generation", "hang"))
+    manifest = await job.publish(1)
+    await until(lambda: bool(job.engines._in_switch))
+    joins = place.add_engine("b")
+    await until(serves(joins, manifest))
+
+
+async def test_an_engine_that_is_distrusted_while_it_waits_is_loaded_as_a_whole(place: Place, claim: Claim) -> None:
+    """What it was sent before is no base for a difference any more."""
+    transport = GatedLoads()
+    for name in ("a", "b"):
+        place.add_engine(name)
+    job = place.engines_of(claim, "http://a", "http://b", transport=transport)
+    await job.engines.wait_for(await job.publish(0), num_engines=2)
+    _, waits, manifest = await transport.first_of(job, 1)
+    transport.forgotten.clear()
+    await job.engines.distrust(waits, "its numbers are not ours")
+    transport.gate.set()
+    await job.engines.wait_for(manifest, num_engines=2)
+    assert waits in transport.forgotten
+
+
+async def test_an_engine_that_is_given_back_while_it_is_bound_again_is_no_error(
+    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.add_engine("a")
+    job = place.engines_of(claim, "http://a")
+    await job.engines.wait_for(await job.publish(0))
+
+    async def bind(*_: object) -> bool:
+        await job.engines._give_back("http://a", "is gone")
+        return False
+
+    job.running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await job.running
+    monkeypatch.setattr(place.store.fleet, "bind", bind)
+    await job.engines._keep_bound([EngineRecord(id="http://a", url="http://a")])
+    assert job.engines.bound() == []
 
 
 async def test_an_engine_that_answers_again_within_a_lease_is_loaded_anew(place: Place, claim: Claim) -> None:
