@@ -115,8 +115,8 @@ MUTANTS = {
     ),
     "changed settings are never taken": Mutant(
         "services/trainer/run.py",
-        "if self._context.tuning.version != job.settings_version and await",
-        "if self._context.tuning.version > job.settings_version and await",
+        "if tuning.version == job.settings_version:",
+        "if tuning.version <= job.settings_version:",
         short("change settings", faults=8),
     ),
     "who is held goes on": Mutant(

@@ -217,16 +217,17 @@ async def test_a_repetition_is_answered_also_where_an_earlier_release_took_too_m
     assert (await play.outcome()).reward == 1.0
 
 
-async def test_a_reward_that_leaves_no_finite_sum_is_refused(table: Table, codec: HermesCodec) -> None:
+async def test_a_reward_with_which_the_sum_is_too_large_is_refused(table: Table, codec: HermesCodec) -> None:
     async def agent(llm: Client) -> float | None:
         first = await llm.say(HI)
-        await llm.reward(1e308, turn=first.id)
-        assert "no finite sum" in (await refused(llm.reward(1e308, turn=first.id))).message
+        await llm.reward(7e14, turn=first.id)
+        assert "the sum of its rewards is 1.4e+15" in (await refused(llm.reward(7e14, turn=first.id))).message
+        assert "the reward is 1e+308" in (await refused(llm.reward(1e308, turn=first.id))).message
         return 0.0
 
     play = Play(table, codec, agent, "Hello.")
     assert await play.run() is StopReason.COMPLETED
-    assert (await play.outcome()).reward == 1e308
+    assert (await play.outcome()).reward == 7e14
 
 
 async def test_what_is_refused_is_told_with_the_episode(table: Table, codec: HermesCodec) -> None:
