@@ -1,57 +1,54 @@
 """The kinds of engines there are, and how an address becomes an engine.
 
 Rule: a kind is one line in ``KINDS``; nothing else in the system names it. An address without a kind is of the default
-one; ``KIND+http://host:port`` names another, whose client is loaded with the first such address. It does not know
-where engines are or who may use them.
+one; ``KIND+http://host:port`` names another. It does not know where engines are or who may use them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+
+import httpx
 
 from services.engines.errors import NoSuchKind
 from services.engines.http_engine import open_http
-from services.engines.keys import NO_KEYS, EngineKeys
+from services.engines.keys import NO_KEYS, EngineKeys, KeyPair
 from services.engines.protocol import Connect, Engine
-from services.engines.sglang import open_sglang
 
-OpenKind = Callable[[int, EngineKeys], AbstractAsyncContextManager[Connect]]
-"""From a number of connections per engine, and keys, to a context that connects to engines of the kind."""
+OneEngine = Callable[[str, httpx.AsyncClient, KeyPair], Engine]
+"""From an address, the connections to all engines, and its keys."""
 
 
-@asynccontextmanager
-async def _open_vllm(max_connections: int, keys: EngineKeys) -> AsyncIterator[Connect]:
-    async with open_http(max_connections=max_connections) as http:
+def _sglang() -> OneEngine:
+    from services.engines.sglang import EngineClient
 
-        def connect(url: str) -> Engine:
-            from services.engines.vllm import VllmClient  # loaded with the first address: most installations have none
+    return EngineClient
 
-            return VllmClient(url, http, keys.for_engine(url))
 
-        yield connect
+def _vllm() -> OneEngine:
+    from services.engines.vllm import VllmClient
+
+    return VllmClient
 
 
 DEFAULT_KIND = "sglang"
-KINDS: Mapping[str, OpenKind] = {
-    DEFAULT_KIND: open_sglang,
-    "vllm": _open_vllm,
-}
+# Loaded with the first address of the kind: few installations have several.
+KINDS: Mapping[str, Callable[[], OneEngine]] = {DEFAULT_KIND: _sglang, "vllm": _vllm}
 
 
 @asynccontextmanager
 async def open_engines(keys: EngineKeys = NO_KEYS, *, max_connections: int = 512) -> AsyncIterator[Connect]:
-    """Connects to engines of every kind while it is open.
+    """Connects to engines of every kind while it is open; all of them share one pool.
 
     A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
     """
-    async with AsyncExitStack() as stack:
-        kinds = {name: await stack.enter_async_context(open_(max_connections, keys)) for name, open_ in KINDS.items()}
+    async with open_http(max_connections=max_connections) as http:
 
         def connect(address: str) -> Engine:
             """Raises NoSuchKind."""
-            return kinds[kind_of(address)](address)
+            return KINDS[kind_of(address)]()(address, http, keys.for_engine(address))
 
         yield connect
 

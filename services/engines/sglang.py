@@ -9,10 +9,9 @@ Nothing here retries, routes, or decides when weights change.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,11 @@ from services.engines.http_engine import (
     GENERATE_TIMEOUT,
     Body,
     HttpEngine,
-    open_http,
     tokens_problem,
 )
-from services.engines.keys import NO_KEYS, EngineKeys, KeyPair, is_routable
+from services.engines.keys import KeyPair, is_routable
 from services.engines.protocol import (
     Capabilities,
-    Connect,
     EngineInfo,
     EngineLoad,
     FinishReason,
@@ -109,13 +106,6 @@ class _Scored(msgspec.Struct):
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scored = msgspec.json.Decoder(_Scored).decode
-
-
-@contextlib.asynccontextmanager
-async def open_sglang(max_connections: int, keys: EngineKeys = NO_KEYS) -> AsyncIterator[Connect]:
-    """Connects to engines while it is open; all of them share one pool."""
-    async with open_http(max_connections=max_connections) as http:
-        yield lambda url: EngineClient(url, http, keys.for_engine(url))
 
 
 class EngineClient(HttpEngine):

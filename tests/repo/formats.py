@@ -40,7 +40,7 @@ from services.files.job_dir import JobDir
 from services.gateway import snapshots
 from services.gateway.history import TurnEntry
 from services.state import fleet_records, functions
-from services.state.job_table import STATUS_FIELDS
+from services.state.kept_jobs import STATUS_FIELDS
 from services.state.jobs import CancelManner, DesiredState, JobStatus, TrainerAttempt
 from tests.releases.make import about
 from tests.repo.redis_shapes import observe

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines import kinds
 from services.engines.errors import EngineProtocolError, EngineUnavailable, NoSuchKind
-from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
-from services.engines.protocol import Connect, Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
+from services.engines.protocol import Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
@@ -44,14 +41,9 @@ class Parrot:
         return Generation(ids, [-1.0] * len(ids), (Span(LABEL, 0, len(ids)),))
 
 
-@asynccontextmanager
-async def open_parrots(_max_connections: int, _keys: EngineKeys) -> AsyncIterator[Connect]:
-    yield lambda address: Parrot(address)  # type: ignore[arg-type,return-value]
-
-
 @pytest.fixture
 def parrots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", {**kinds.KINDS, "parrot": open_parrots})
+    monkeypatch.setattr(kinds, "KINDS", {**kinds.KINDS, "parrot": lambda: lambda address, *_: Parrot(address)})
 
 
 async def test_an_address_without_a_kind_is_of_the_default_one() -> None:

@@ -64,7 +64,8 @@ async def test_a_process_of_an_earlier_release_names_fewer_keys(
     """Those of release 0.2.0 were the first thirteen of a queue and the first twenty of a job."""
     job, all_of_queue, all_of_job = claim.job_id, keys.bus_keys, keys.job_keys
     monkeypatch.setattr("services.state.queue.bus_keys", lambda job: all_of_queue(job)[:13])
-    monkeypatch.setattr("services.state.job_table.job_keys", lambda job: all_of_job(job)[:20])
+    for module in ("kept_jobs", "job_claims", "job_table"):
+        monkeypatch.setattr(f"services.state.{module}.job_keys", lambda job: all_of_job(job)[:20])
     await dispatch(bus, claim, 0)
     token = await bus.join("w")
     first, second = await bus.lease(job, "w", token, 2)

@@ -112,7 +112,7 @@ async def check_that_an_epoch_issued_twice_lets_nobody_in(
     store: Store, bus: Bus, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = (f"{epoch}-of-{owner}" for epoch, owner in [(1, "first"), (2, "zombie"), (2, "heir")])
-    monkeypatch.setattr("services.state.job_table.uuid4", lambda: SimpleNamespace(hex=next(tokens)))
+    monkeypatch.setattr("services.state.job_claims.uuid4", lambda: SimpleNamespace(hex=next(tokens)))
     job = (await store.jobs.create("{}")).id
     first = await store.jobs.claim("first")
     assert first is not None
