@@ -40,8 +40,8 @@ from services.files.job_dir import JobDir
 from services.gateway import snapshots
 from services.gateway.history import TurnEntry
 from services.state import fleet_records, functions
-from services.state.kept_jobs import STATUS_FIELDS
 from services.state.jobs import CancelManner, DesiredState, JobStatus, TrainerAttempt
+from services.state.kept_jobs import STATUS_FIELDS
 from tests.releases.make import about
 from tests.repo.redis_shapes import observe
 from tests.repo.shapes import shape_of

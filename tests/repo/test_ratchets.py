@@ -20,7 +20,7 @@ from benchmarks.structure.measure import STARTS, Structure, measure
 from benchmarks.structure.source import Module, imported_at_start, read_modules
 from tests.repo.pages import ROOT
 
-LONGEST_FILE = 667
+LONGEST_FILE = 566
 LOOSE_ANNOTATIONS = 9.7
 """``Any``, ``object`` and mappings to JSON, in a thousand lines."""
 NAMES_WITH_SEVERAL_MEANINGS = 0
@@ -28,7 +28,7 @@ NAMES_WITH_SEVERAL_MEANINGS = 0
 # Written from the API's document, so it defines nothing: a name that it shares with a model has that model's meaning.
 GENERATED = {"gspo_core.api_answers"}
 FOLDER_CYCLES = 0
-LOADED = {"api": 138, "trainer": 106, "rollout": 138, "engine": 40, "trainer's attempt": 14}
+LOADED = {"api": 136, "trainer": 105, "rollout": 137, "engine": 40, "trainer's attempt": 14}
 """Modules of ours that a process loads at its start."""
 
 # Computing asks nobody: these start programs, wait for them, or talk to whoever sits before a terminal.
@@ -55,8 +55,8 @@ def modules() -> dict[str, Module]:
     return read_modules(ROOT)
 
 
-def test_files_functions_and_annotations(structure: Structure) -> None:
-    assert structure.file_max <= LONGEST_FILE
+def test_files_functions_and_annotations(structure: Structure, modules: dict[str, Module]) -> None:
+    assert max(modules[name].num_lines for name in modules.keys() - GENERATED) <= LONGEST_FILE
     assert structure.function_max <= LONG_FUNCTION
     assert structure.loose_per_kline("Any", "object", "dict[str, JSON]") <= LOOSE_ANNOTATIONS
 

@@ -20,7 +20,6 @@ from services.api.http.access import Caller
 from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused, invalid
 from services.api.submission.environment_refs import pin, pinned_as
-from services.api.submission.prompt_check import check_environments
 from services.files.data_dir import HubDir, HubKind, HubName, commit_of
 from services.files.job_records import JobRecords
 from services.state.store import JobConflict, JobNotFound, JobRecord
@@ -64,7 +63,7 @@ async def submit(
         job_id = (await context.store.jobs.under(own_key) if own_key else None) or job_id
         require_reasonable(spec)
         await check_model(context, spec)
-        await check_environments(context, spec)
+        await _check_environments(context, spec)
         pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
         unused = JobRecords(context.history.job_dir(job_id))
         try:
@@ -92,6 +91,12 @@ def require_reasonable(spec: JobSpec) -> None:
     """Refuses sizes that no installation holds. Raises RequestRefused."""
     if too_large := size_problems(spec):
         raise invalid(too_large)
+
+
+async def _check_environments(context: ApiContext, spec: JobSpec) -> None:
+    from services.api.submission.prompt_check import check_environments  # most processes read more than they submit
+
+    await check_environments(context, spec)
 
 
 @contextlib.asynccontextmanager
