@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from environments.adapters import reasoning_gym
+from environments.adapters import mcp, reasoning_gym
+from gspo_core.env import InvalidEnvironment, load_environment
+from gspo_core.env.loading import UnreachableEnvironment
+from gspo_core.json_value import JSON
+from gspo_core.types import Split
 
 # reasoning-gym
 
@@ -82,3 +87,41 @@ def test_no_held_out_item_of_reasoning_gym_is_a_trained_one(
 def test_held_out_items_of_reasoning_gym_stay_when_more_are_trained() -> None:
     few, many = (reasoning_gym.ReasoningGym("sums", num_tasks=size) for size in (10, 5_000))
     assert questions(few)[1] == questions(many)[1]
+
+
+# MCP
+
+
+def tasks_of(monkeypatch: pytest.MonkeyPatch, file: Path) -> list[Any]:
+    """Those that are trained, without a server."""
+    monkeypatch.setattr(mcp, "RemoteEnvironment", lambda name, connect, all_tasks, *rest: all_tasks)
+    found: Any = mcp.Mcp.as_environment("shop", reward="json:loads", tasks=str(file), command=["a-server"])
+    return list(found[Split.TRAIN])
+
+
+def test_tasks_of_mcp_are_the_lines_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "one\u2028two\u2029three\x85four"}\n\n{"prompt": "five"}\n\n', encoding="utf-8")
+    assert tasks_of(monkeypatch, file) == [{"prompt": "one\u2028two\u2029three\x85four"}, {"prompt": "five"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt"', r"tasks\.jsonl:3 is not JSON: Expecting ':'"),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', r"tasks\.jsonl:2: every task has a prompt, \{'text': 'b'\} has none"),
+        (b"[1]", r"tasks\.jsonl:1: every task has a prompt, \[1\] has none"),
+        (b'{"prompt": "\xff"}', r"cannot read .*tasks\.jsonl: 'utf-8' codec can't decode"),
+        (None, r"cannot read .*tasks\.jsonl: .*No such file"),
+    ],
+)
+def test_a_mistake_in_the_tasks_of_mcp_is_its_authors_and_is_named(
+    tmp_path: Path, written: bytes | None, complaint: str
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    if written is not None:
+        file.write_bytes(written)
+    config: dict[str, JSON] = {"reward": "json:loads", "tasks": str(file), "command": ["a-server"]}
+    with pytest.raises(InvalidEnvironment, match=complaint) as caught:
+        load_environment("environments.adapters.mcp:Mcp", config)
+    assert not isinstance(caught.value, UnreachableEnvironment)
