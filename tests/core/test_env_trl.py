@@ -157,6 +157,44 @@ async def test_a_source_that_does_not_score_is_left_out_and_one_must() -> None:
         await play(from_trl(Guessing, dataset=[ROW], reward_funcs=broken), "x")
 
 
+def paying(amount: float, name: str = "reward") -> Any:
+    def reward(**_: Any) -> list[float]:
+        return [amount]
+
+    reward.__name__ = name
+    return reward
+
+
+async def test_reward_functions_of_one_name_all_count() -> None:
+    functions = [paying(1), paying(2), paying(4, "reward_2"), paying(8), paying(16, "Doubling"), lambda **_: [32]]
+    played = await play(from_trl(Doubling, reward_funcs=functions), "x")
+    assert played.parts == {
+        "reward": 1,
+        "reward_3": 2,
+        "reward_2": 4,
+        "reward_4": 8,
+        "Doubling": 16,
+        "<lambda>": 32,
+        "Doubling_2": 0.125,
+    }
+    assert played.reward == 63.125
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    def double(times: int) -> int:
+        """Another.
+
+        Args:
+            times: how often
+        """
+        return times
+
+    with pytest.raises(InvalidEnvironment, match="trl: two tools are named plain_one"):
+        from_trl(tools=[plain_one, plain_one], dataset=[ROW], reward_funcs=length)
+    with pytest.raises(InvalidEnvironment, match="trl: two tools are named double"):
+        from_trl(Doubling, tools=[double])
+
+
 def test_what_cannot_be_run_is_refused_at_once() -> None:
     def of_ids(completion_ids: list[Any]) -> list[float]:
         return [0.0 for _ in completion_ids]
