@@ -18,7 +18,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
-from gspo_core.env.calls import MemberCaller
 from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.session import PlainSession, as_reward
@@ -238,11 +237,7 @@ class TrlSession(PlainSession):
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        caller = MemberCaller(self._trl.name)
-        try:
-            rewards = await self._or_fail("score", timeout_s, caller.call(function, timeout_s, **given))
-        finally:
-            caller.close()
+        rewards = await self._or_fail("score", timeout_s, self._caller.call(function, timeout_s, **given))
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
             raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
