@@ -74,9 +74,9 @@ def final_answer(text: str) -> Fraction | None:
 def read_problems(path: Path) -> list[dict[str, str]]:
     """Raises ``ValueError`` that names the line which is not in the format."""
     rows: Sequence[str | dict[str, str]] = (
-        _table(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8").splitlines()
+        _table(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8").split("\n")
     )
-    return [_problem(row, f"{path}, line {number}") for number, row in enumerate(rows, 1)]
+    return [_problem(row, f"{path}, line {number}") for number, row in enumerate(rows, 1) if row]
 
 
 def _problem(row: str | dict[str, str], where: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import InvalidEnvironment, Message, ToolSchema
@@ -145,11 +145,30 @@ def _text(block: ContentBlock) -> str:
 
 def _tasks(name: str, given: Sequence[Mapping[str, JSON]] | str) -> list[Mapping[str, JSON]]:
     if isinstance(given, str):
-        given = [json.loads(line) for line in Path(given).read_text(encoding="utf-8").splitlines()]
-    for task in given:
-        if not isinstance(task, Mapping) or "prompt" not in task:
-            raise InvalidEnvironment(f"{name}: every task has a prompt, {task!r} has none")
-    return list(given)
+        return [_task(where, _json(where, line)) for where, line in _lines(name, given)]
+    return [_task(name, task) for task in given]
+
+
+def _task(where: str, given: JSON | Mapping[str, JSON]) -> Mapping[str, JSON]:
+    if not isinstance(given, Mapping) or "prompt" not in given:
+        raise InvalidEnvironment(f"{where}: every task has a prompt, {given!r} has none")
+    return given
+
+
+def _json(where: str, line: str) -> JSON:
+    try:
+        return cast(JSON, json.loads(line))
+    except ValueError as error:
+        raise InvalidEnvironment(f"{where} is not JSON: {error}") from None
+
+
+def _lines(name: str, file: str) -> list[tuple[str, str]]:
+    """Those that are not blank, behind their places."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidEnvironment(f"{name}: cannot read {file}: {error}") from None
+    return [(f"{name}: {file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _function(ref: str) -> Reward:

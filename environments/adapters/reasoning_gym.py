@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gspo_core.env import Context
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+EVAL_SEED = 1_000_000
+"""Held-out tasks begin so far behind the seed, or farther where more are trained."""
 
 
 class ReasoningGym:
@@ -45,11 +47,11 @@ class ReasoningGym:
         seed: int = 0,
         options: Mapping[str, JSON] | None = None,
     ) -> None:
-        """``options`` go to ``reasoning_gym.create_dataset``. An item depends on its seed and number alone."""
+        """``options`` go to ``reasoning_gym.create_dataset``. Item i is drawn from ``seed + i``."""
         given = json.dumps(dict(options or {}), sort_keys=True)
         self.num_tasks, self.num_eval_tasks = num_tasks, num_eval_tasks
         self._train = _dataset(name, seed, num_tasks, given)
-        self._eval = _dataset(name, seed + 1, num_eval_tasks, given)
+        self._eval = _dataset(name, seed, num_eval_tasks, given, num_trained=num_tasks)
 
     def tasks(self, index: int) -> dict[str, bool | int]:
         return {"held_out": False, "number": index}
@@ -81,8 +83,14 @@ class ReasoningGym:
         return f"<answer>{self._item['answer']}</answer>"
 
 
+def _first(seed: int, num_trained: int | None) -> int:
+    """The seed of the first item. Held-out ones stand behind ``num_trained`` others, also where those are negative:
+    Python's generator knows no sign."""
+    return seed if num_trained is None else abs(seed) + max(EVAL_SEED, num_trained)
+
+
 @cache
-def _dataset(name: str, seed: int, size: int, options: str) -> ProceduralDataset:
+def _dataset(name: str, seed: int, size: int, options: str, num_trained: int | None = None) -> ProceduralDataset:
     """Made once in a process: some take a second."""
     import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
@@ -94,4 +102,7 @@ def _dataset(name: str, seed: int, size: int, options: str) -> ProceduralDataset
             raise InvalidEnvironment("composite needs options.datasets, a list of {name, weight, config}")
         defaults = {"weight": 1.0, "config": {}}
         given["datasets"] = [DatasetSpec(**{**defaults, **part}) for part in parts]
-    return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)
+        for part in given["datasets"]:
+            if isinstance(part.config.get("seed"), int):
+                part.config["seed"] = _first(part.config["seed"], num_trained)
+    return reasoning_gym.create_dataset(name, seed=_first(seed, num_trained), size=size, **given)

@@ -78,7 +78,7 @@ def _system(text: str) -> Iterator[str]:
     """Cut short, with the names of the tools that it offers."""
     left_out = f" [... {len(text):,} characters in all]" if len(text) > MAX_SYSTEM_CHARS else ""
     yield f"system: {text[:MAX_SYSTEM_CHARS]}{left_out}"
-    names = list(dict.fromkeys(filter(None, map(_tool_name, text.splitlines()))))
+    names = list(dict.fromkeys(filter(None, map(_tool_name, text.split("\n")))))
     if names:
         more = f" and {len(names) - MAX_TOOLS} more" if len(names) > MAX_TOOLS else ""
         yield f"tools: {', '.join(names[:MAX_TOOLS])}{more}"

@@ -76,7 +76,7 @@ def _source(arguments: argparse.Namespace, kinds: list[str], config: dict[str, J
 
 def _tasks(file: str) -> list[dict[str, JSON]]:
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise CommandError(str(error)) from error
     return [_json_object(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

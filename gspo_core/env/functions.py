@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol, TypeAlias
 
+from gspo_core.env.tools import by_name
 from gspo_core.environment_contract import Context, InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message
@@ -56,7 +57,8 @@ def from_functions(
     for task in (*tasks, *eval_tasks):
         if "prompt" not in task:
             raise InvalidEnvironment(f"from_functions: every task needs a prompt, {dict(task)!r} has none")
-    members: dict[str, object] = {function.__name__: _as_method(function) for function in functions}
+    tools = by_name("from_functions", functions)
+    members: dict[str, object] = {name: _as_method(function) for name, function in tools.items()}
     members |= {"tasks": list(tasks), "__doc__": system or None, **attributes}
     if eval_tasks:
         members["eval_tasks"] = list(eval_tasks)

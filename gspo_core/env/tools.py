@@ -15,7 +15,7 @@ import re
 import types
 import typing
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,16 @@ MAX_ERROR_CHARS = 400
 
 Bound: TypeAlias = dict[str, object]
 """The keywords of a call: each of the type that its hint says."""
+
+
+def by_name(owner: str, functions: Iterable[FunctionType]) -> dict[str, FunctionType]:
+    """Raises InvalidEnvironment where two have one name, since a policy would be offered one of them alone."""
+    found: dict[str, FunctionType] = {}
+    for function in functions:
+        if function.__name__ in found:
+            raise InvalidEnvironment(f"{owner}: two tools are named {function.__name__}")
+        found[function.__name__] = function
+    return found
 
 
 class ArgumentError(Exception):

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, Protocol, TypeAlias
 
-from gspo_core.env.calls import MemberCaller
 from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.session import PlainSession, as_reward
-from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool
+from gspo_core.env.tools import HIDDEN_PARAMETERS, ArgumentError, Bound, Tool, by_name
 from gspo_core.env.trl_schema import trl_schema
 from gspo_core.environment_contract import (
     EnvironmentFailed,
@@ -124,7 +124,7 @@ class TrlEnvironment:
     ) -> None:
         self.name = name
         self.reward_functions = reward_functions
-        self._functions = {function.__name__: function for function in tools}
+        self._functions = by_name(name, tools)
         self.has_several = isinstance(factory, Mapping)
         factories = factory if isinstance(factory, Mapping) else {"": factory}
         self.environments = {key: self._wrap(key, made) for key, made in factories.items()}
@@ -179,6 +179,8 @@ class TrlEnvironment:
         made_by = partial(_with_functions, factory, self._functions) if self._functions else factory
         environment = PlainEnvironment(made_by, {}, name=name, dialect=dialect, judged_elsewhere=judged_elsewhere)
         own = {name: dialect.tool(name, function) for name, function in self._functions.items()}
+        if twice := own.keys() & environment.tools_by_name.keys():
+            raise InvalidEnvironment(f"{environment.name}: two tools are named {min(twice)}")
         environment.tools_by_name = {**own, **environment.tools_by_name}
         return environment
 
@@ -210,17 +212,18 @@ class TrlSession(PlainSession):
         if self._lost:
             return await super().score()
         self._look()
-        values: dict[str, object] = {
-            function.__name__: await self._judge(function) for function in self._trl.reward_functions
-        }
+        values: list[tuple[str, object]] = [
+            (function.__name__, await self._judge(function)) for function in self._trl.reward_functions
+        ]
         if hasattr(self._instance, "get_reward"):
             timeout_s = self._limits.score_timeout_s
             own = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
-            values[type(self._instance).__name__] = own
+            values.append((type(self._instance).__name__, own))
+        names = _distinct([name for name, _ in values])
         # None: not scored by this source.
-        parts = {name: as_reward(value)[0] for name, value in values.items() if value is not None}
+        parts = {name: as_reward(value)[0] for name, (_, value) in zip(names, values, strict=True) if value is not None}
         if not parts:
-            raise EnvironmentFailed("score", f"none of {list(values)} scored the episode")
+            raise EnvironmentFailed("score", f"none of {names} scored the episode")
         return math.fsum(parts.values()), parts
 
     async def _judge(self, function: RewardFunction) -> float | None:
@@ -234,14 +237,21 @@ class TrlSession(PlainSession):
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        caller = MemberCaller(self._trl.name)
-        try:
-            rewards = await self._or_fail("score", timeout_s, caller.call(function, timeout_s, **given))
-        finally:
-            caller.close()
+        rewards = await self._or_fail("score", timeout_s, self._caller.call(function, timeout_s, **given))
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
             raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Repeated names are numbered: ``reward``, ``reward_2``."""
+    taken, found = set(names), list[str]()
+    for name in names:
+        is_free = name not in found
+        numbered = (one for number in itertools.count(2) if (one := f"{name}_{number}") not in taken)
+        found.append(name if is_free else next(numbered))
+        taken.add(found[-1])
+    return found
 
 
 _NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")

@@ -69,7 +69,7 @@ def read_played(folder: Path) -> dict[EpisodePlace, Played]:
 
 
 def _readable(text: str) -> Iterator[Played]:
-    for line in text.splitlines():
+    for line in text.split("\n"):  # other line separators belong to the text
         try:
             yield Played.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError):  # torn

@@ -66,7 +66,7 @@ def _header_path(is_list: bool, keys: list[str], counts: dict[tuple[str | int, .
 def _outside_of_values(text: str) -> Iterator[tuple[int, str]]:
     """Numbered lines that do not begin within a value that spans lines."""
     closing, depth = "", 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not closing and depth <= 0:
             yield number, line
             depth = 0
@@ -104,5 +104,5 @@ def _keys(dotted: str) -> list[str]:
 
 
 def _end(text: str) -> tuple[int, int]:
-    lines = text.splitlines() or [""]
+    lines = text.removesuffix("\n").split("\n")
     return len(lines), len(lines[-1]) + 1

@@ -50,6 +50,12 @@ def test_what_the_policy_was_told_first_stands_there_with_the_names_of_its_tools
     assert printed(turn(0, messages=[{"role": "system", "text": "Be brief."}]))[1:] == ["system: Be brief."]
 
 
+def test_a_tool_is_named_whatever_separates_lines_in_its_description() -> None:
+    tool = {"name": "search", "description": "Search.\u2028Be brief.", "parameters": {}}
+    text = json.dumps(tool, ensure_ascii=False)
+    assert printed(turn(0, messages=[{"role": "system", "text": text}]))[-1] == "tools: search"
+
+
 def test_of_long_instructions_and_many_tools_a_part_is_printed() -> None:
     names = [f"tool_{number}" for number in range(MAX_TOOLS + 7)]
     text = offering(*names)

@@ -87,6 +87,11 @@ def test_a_task_without_a_prompt_is_refused() -> None:
         from_functions([price], tasks=[{"wants": "tea"}], reward=reward)
 
 
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidEnvironment, match="from_functions: two tools are named price"):
+        from_functions(iter([price, order, price]), tasks=TASKS, reward=reward)
+
+
 def test_it_is_named_like_any_class() -> None:
     assert load_environment("tests.core.test_env_functions:Shop").num_tasks(Split.TRAIN) == 1
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import json
+import sqlite3
+import threading
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
 
-from gspo_core.env import EnvironmentFailed, InvalidEnvironment, PlainEnvironment, from_trl, load_environment
+from gspo_core.env import EnvironmentFailed, InvalidEnvironment, PlainEnvironment, Timeouts, from_trl, load_environment
 from gspo_core.types import Split, StopReason
 from tests.core.env_kit import call, play
+from tests.patience import HANG_S
 
 
 class Doubling:
@@ -155,6 +158,93 @@ async def test_a_source_that_does_not_score_is_left_out_and_one_must() -> None:
 
     with pytest.raises(EnvironmentFailed, match="not a finite number"):
         await play(from_trl(Guessing, dataset=[ROW], reward_funcs=broken), "x")
+
+
+class Ledger:
+    """One whose connection serves the thread alone that opened it."""
+
+    def reset(self, **_: Any) -> None:
+        self.rows = sqlite3.connect(":memory:")
+        self.rows.execute("create table paid (amount)")
+
+    def pay(self, amount: int) -> None:
+        """Pay.
+
+        Args:
+            amount: how much
+        """
+        self.rows.execute("insert into paid values (?)", (amount,))
+
+    def close(self) -> None:
+        self.rows.close()
+
+
+async def test_reward_functions_run_in_the_thread_of_the_instance() -> None:
+    def paid(environments: list[Any], **_: Any) -> list[float]:
+        return [float(one.rows.execute("select sum(amount) from paid").fetchone()[0]) for one in environments]
+
+    environment = from_trl(Ledger, dataset=[ROW], reward_funcs=paid)
+    assert (await play(environment, call("pay", amount=3), "done")).reward == 3.0
+
+
+async def test_a_reward_function_that_raises_or_overruns_fails_the_episode() -> None:
+    def raising(**_: Any) -> list[float]:
+        raise OSError("the scales are broken")
+
+    with pytest.raises(EnvironmentFailed, match="the scales are broken"):
+        await play(from_trl(Doubling, reward_funcs=raising), "x")
+
+    ended = threading.Event()
+
+    def overrunning(**_: Any) -> list[float]:
+        ended.wait(HANG_S)
+        return [1.0]
+
+    session = from_trl(Doubling, reward_funcs=[overrunning]).session(limits=Timeouts(score_timeout_s=0.05))
+    await session.start({}, seed=0)
+    with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.05s"):
+        await session.score()
+    assert session.is_stuck
+    await session.close()
+    ended.set()
+
+
+def paying(amount: float, name: str = "reward") -> Any:
+    def reward(**_: Any) -> list[float]:
+        return [amount]
+
+    reward.__name__ = name
+    return reward
+
+
+async def test_reward_functions_of_one_name_all_count() -> None:
+    functions = [paying(1), paying(2), paying(4, "reward_2"), paying(8), paying(16, "Doubling"), lambda **_: [32]]
+    played = await play(from_trl(Doubling, reward_funcs=functions), "x")
+    assert played.parts == {
+        "reward": 1,
+        "reward_3": 2,
+        "reward_2": 4,
+        "reward_4": 8,
+        "Doubling": 16,
+        "<lambda>": 32,
+        "Doubling_2": 0.125,
+    }
+    assert played.reward == 63.125
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    def double(times: int) -> int:
+        """Another.
+
+        Args:
+            times: how often
+        """
+        return times
+
+    with pytest.raises(InvalidEnvironment, match="trl: two tools are named plain_one"):
+        from_trl(tools=[plain_one, plain_one], dataset=[ROW], reward_funcs=length)
+    with pytest.raises(InvalidEnvironment, match="trl: two tools are named double"):
+        from_trl(Doubling, tools=[double])
 
 
 def test_what_cannot_be_run_is_refused_at_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 from gspo_core.env import CallStatus, Llm, ParsedTurn, PlainEnvironment, Start, ToolCall
 from gspo_core.evaluation.episode import World
 from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder, task_seed
-from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, read_played
+from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, PlayedFile, read_played
 from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.messages import Message
@@ -204,6 +204,15 @@ async def test_an_evaluation_goes_on_where_it_was_broken_off(tmp_path: Path) -> 
     kept = {EpisodePlace(*json.loads(line)["place"]) for line in lines[:3]}
     assert set(told) == set(SETTING.places()) - kept
     assert len(read_played(tmp_path)) == 8
+
+
+def test_an_episode_is_kept_whatever_was_said(tmp_path: Path) -> None:
+    said: Message = {"role": "assistant", "content": "one\u2028two\u2029three\x85four\r\x0b\x1cfive"}
+    one = Played(EpisodePlace(0, 0), 1, "completed", 1.0, messages=[said])
+    file = PlayedFile(tmp_path)
+    file.add(one)
+    file.close()
+    assert read_played(tmp_path) == {one.place: one}
 
 
 async def test_what_failed_is_played_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import MAX_BYTES, SpecFileError, load_job_spec, toml_text, yaml_text
+from gspo_core.strict_json import TextRejected
 
 YAML = """
 name: demo
@@ -199,6 +200,15 @@ def test_lines_of_toml_are_not_confused_by_what_stands_in_values():
         ("x", "z", 1): 16,
         ("x", "z", 1, "h"): 17,
     }
+
+
+def test_only_a_line_feed_ends_a_line_of_toml() -> None:
+    text = 'a = "one\u2028two\x85three"\nb = 1\n'
+    toml_text.parse(text)
+    assert toml_text.key_lines(text) == {("a",): 1, ("b",): 2}
+    with pytest.raises(TextRejected) as caught:
+        toml_text.parse('a = "\u2028')
+    assert (caught.value.line, caught.value.column) == (1, 7)
 
 
 # YAML as people mean it

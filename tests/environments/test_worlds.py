@@ -166,6 +166,12 @@ async def test_real_files_are_taken_from_a_path_and_mistakes_are_named(tmp_path:
         gsm8k.read_problems(tmp_path / "broken.jsonl")
 
 
+def test_a_problem_of_a_file_may_hold_any_separator_of_lines(tmp_path: Path) -> None:
+    question = "How\u2028many\u2029are\x85there?"
+    (tmp_path / "train.jsonl").write_text(f'{{"question": "{question}", "answer": "#### 2"}}\n\n', encoding="utf-8")
+    assert gsm8k.read_problems(tmp_path / "train.jsonl") == [{"question": question, "answer": "#### 2"}]
+
+
 # python_tool
 
 

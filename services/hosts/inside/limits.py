@@ -70,8 +70,8 @@ def shared_bytes(pid: int) -> int:
 def _told(pid: int, file: str, name: str) -> int:
     """Bytes; 0 if it is gone or this cannot be read."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(name):
+        for line in Path(f"/proc/{pid}/{file}").read_bytes().split(b"\n"):  # the name of a process may hold all else
+            if line.startswith(name.encode()):
                 return int(line.split()[1]) << 10
     return 0
 

@@ -24,7 +24,7 @@ def children_of(pid: int) -> Sequence[int]:
 
 def _number_inside(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("NSpid:"):
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):  # the name of a process may hold all else
+            if line.startswith(b"NSpid:"):
                 return int(line.split()[-1])
     return None
