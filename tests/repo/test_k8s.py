@@ -21,7 +21,7 @@ import yaml
 from services.api.routes.telemetry import SHOWN
 from services.launch import snapshot
 from tests.apparatus.k8s.lowered import SERVED, lowered
-from tests.repo.manifest_policy import PRIVATE, containers, problems, workloads
+from tests.repo.manifest_policy import CALLERS, PRIVATE, containers, problems, workloads
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
@@ -400,6 +400,14 @@ def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str)
     assert problems(objects, metrics()) == []
     if component == "external-redis":
         assert "redis" not in {one["metadata"]["name"] for one in objects}
+
+
+def test_whoever_calls_redis_reaches_one_of_somebody_else() -> None:
+    objects = with_component("external-redis", "prod")
+    assert problems(objects, metrics()) == []
+    [those] = of(objects, "NetworkPolicy", "external-redis")["spec"]["podSelector"]["matchExpressions"]
+    assert set(those["values"]) == CALLERS["redis"]
+    assert CALLERS["redis"] <= {name for name, _, _ in workloads(objects)}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
