@@ -200,13 +200,14 @@ def _forget_logprobs(folder: Path, at: Position, members: set[Member]) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Of a file that is written once otherwise; it is as old as before."""
+    """Of a file that is written once otherwise; it is as old as before, all but a moment: who compares sizes and times
+    to see whether a file has changed (`snapshots`) sees that it has."""
     written, temporary = path.stat(), path.with_name(temporary_name())
     try:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.utime(file.fileno(), ns=(written.st_atime_ns, written.st_mtime_ns))
+            os.utime(file.fileno(), ns=(written.st_atime_ns, written.st_mtime_ns + 1))
             os.fsync(file.fileno())
         temporary.replace(path)
         flush_directory(path.parent)
