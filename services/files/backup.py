@@ -3,9 +3,10 @@ takes it back where there are no jobs: ``--restore < data.tar.gz``.
 
 Rule: an installation can resume from a backup, whatever is written and removed while it is made. Files are written once
 and renamed into place, and a directory is read in the order of its names: the logs of a job before its checkpoints,
-whose newest one needs no older log. Files that appear while a directory is read are saved too, because the files that
-they replace may vanish before they are read. A file that vanishes is left out; one that grows is cut at its length when
-opened. Only plain files are saved and restored. A backup says which layout it has; one of a later layout is refused.
+whose newest one needs no older log, and before the archive, into which logs go meanwhile. Files that appear while a
+directory is read are saved too, because the files that they replace may vanish before they are read. A file that
+vanishes is left out; one that grows is cut at its length when opened. Only plain files are saved and restored. A backup
+says which layout it has; one of a later layout is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from gspo_core.log import layout
 from services.files.data_dir import LAYOUT, NOT_SAVED, DataDir
 from services.files.durable import TEMPORARY_PREFIX
 from services.process.settings import SettingsError, load_settings
@@ -44,21 +46,25 @@ def save(data_dir: Path, to: IO[bytes]) -> int:
     return count
 
 
-def plain_files(directory: Path, without: Collection[str] = ()) -> Iterator[Path]:
-    """In the order in which they are to be saved."""
+def plain_files(directory: Path, without: Collection[str] = (), *, and_linked: bool = False) -> Iterator[Path]:
+    """In the order in which they are to be saved. ``and_linked``: and files that links name."""
     seen = set(without)
     for _ in range(MAX_LOOKS):
-        names = sorted(set(_names(directory)) - seen)
+        names = sorted(set(_names(directory)) - seen, key=_turn)
         if not names:
             return
         seen.update(names)
         for path in (directory / name for name in names):
-            if path.is_symlink():
+            if path.is_symlink() and not (and_linked and path.is_file()):
                 continue
             if path.is_dir():
-                yield from plain_files(path)
+                yield from plain_files(path, and_linked=and_linked)
             elif path.is_file():
                 yield path
+
+
+def _turn(name: str) -> str:
+    return layout.BATCHES + "~" if name == layout.ARCHIVE else name
 
 
 def _names(directory: Path) -> list[str]:
@@ -89,10 +95,10 @@ def restore(data_dir: Path, source: IO[bytes]) -> None:
     if not jobs.is_empty():
         raise JobsAreThere(f"{jobs.path} already holds jobs: restore a backup only where there are none")
     with tarfile.open(fileobj=source, mode="r|gz") as archive:
-        layout = archive.pax_headers.get(_LAYOUT, "1")
-        if not layout.isdecimal() or int(layout) > LAYOUT:
+        made_in = archive.pax_headers.get(_LAYOUT, "1")
+        if not made_in.isdecimal() or int(made_in) > LAYOUT:
             raise LaterLayout(
-                f"the backup has the layout {layout}, this release reads up to {LAYOUT}: restore it with the release "
+                f"the backup has the layout {made_in}, this release reads up to {LAYOUT}: restore it with the release "
                 "that made it"
             )
         archive.extractall(data_dir, filter="data")

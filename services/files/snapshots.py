@@ -29,12 +29,14 @@ from gspo_core.log import layout
 from services.files.backup import JobsAreThere, LaterLayout, plain_files
 from services.files.bucket import PIECE_BYTES, Bucket
 from services.files.data_dir import LAYOUT, NOT_SAVED, SHARED, DataDir
-from services.files.durable import flush_directory, make_directory, temporary_name
+from services.files.durable import TEMPORARY_PREFIX, flush_directory, make_directory, temporary_name, write_flushed
 from services.files.job_records import DamagedRecord, JobRecords
 
 SCHEMA = 1
 STAMP = "%Y%m%dT%H%M%S.%fZ"
 OBJECTS, SNAPSHOTS = "objects", "snapshots"
+# In the data directory while jobs appear in it: those that came before a restore broke off are known by it.
+BEGUN = TEMPORARY_PREFIX + "restoring"
 AT_ONCE = 8
 MAX_OPEN = 2 * AT_ONCE
 # An object that no snapshot names may belong to one that is being made.
@@ -79,7 +81,7 @@ class InstallationSnapshot:
     files: Files
     """By path below the data directory."""
     models: Mapping[str, Files]
-    """By absolute directory: models that jobs start from and that lie elsewhere."""
+    """By absolute directory: models that jobs start from, and that are not among the plain files."""
     begun_ns: int | None = None
     """When its first file was looked at; None in snapshots of releases that did not say it."""
     follower: str | None = None
@@ -142,8 +144,8 @@ def send(
     sending = _Sending(bucket, known, tally, settled_ns, is_given_up)
     files = sending.all_of(data_dir, earlier[0], NOT_SAVED)
     models = {
-        directory: sending.all_of(Path(directory), earlier[1].get(directory, {}))
-        for directory in _models_elsewhere(data_dir)
+        directory: sending.all_of(Path(directory), earlier[1].get(directory, {}), and_linked=True)
+        for directory in _models_apart(data_dir)
     }
     made_at = datetime.now(UTC)
     name = f"{_stamp(made_at, before)}-{uuid.uuid4().hex[:8]}"
@@ -165,17 +167,24 @@ def name_it(bucket: Bucket, snapshot: InstallationSnapshot) -> None:
     bucket.put(f"{SNAPSHOTS}/{snapshot.name}.json", _encode(snapshot))
 
 
-def _models_elsewhere(data_dir: Path) -> list[str]:
-    """Directories of models that accepted jobs name."""
-    found = set()
+def _models_apart(data_dir: Path) -> list[str]:
+    """Directories of models that accepted jobs name, and that lie elsewhere or behind links."""
+    root, found = data_dir.absolute(), set[str]()
     for job in DataDir(data_dir).jobs.accepted().values():
         try:
             model = Path(json.loads(JobRecords(job).accepted().spec)["model"])
         except (DamagedRecord, OSError, ValueError, KeyError, TypeError):
             continue  # it is saved as it is
-        if model.is_absolute() and model.is_dir() and not model.is_relative_to(data_dir.absolute()):
+        if model.is_absolute() and model.is_dir() and not _is_plain_below(root, model):
             found.add(str(model))
     return sorted(found)
+
+
+def _is_plain_below(root: Path, model: Path) -> bool:
+    if not model.is_relative_to(root):
+        return False
+    above = (path for path in (model, *model.parents) if path.is_relative_to(root) and path != root)
+    return not any(path.is_symlink() for path in (*above, *model.rglob("*")))
 
 
 @dataclass
@@ -187,12 +196,14 @@ class _Sending:
     """A file that was written later may have changed since with the same size and time."""
     is_given_up: Callable[[], bool]
 
-    def all_of(self, directory: Path, before: Files, without: Collection[str] = ()) -> dict[str, Saved]:
+    def all_of(
+        self, directory: Path, before: Files, without: Collection[str] = (), *, and_linked: bool = False
+    ) -> dict[str, Saved]:
         """Files are opened in order, so that none that a later one needs can vanish unseen; some are sent at once."""
         saved: dict[str, Saved] = {}
         waiting: deque[tuple[str, Future[Saved]]] = deque()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for path in plain_files(directory, without):
+            for path in plain_files(directory, without, and_linked=and_linked):
                 if self.is_given_up():
                     raise GivenUp
                 name = path.relative_to(directory).as_posix()
@@ -317,6 +328,10 @@ def restore(
     wanted = set(snapshot.jobs if only is None else only)
     if unknown := wanted - set(snapshot.jobs):
         raise RestoreConflict(f"the snapshot {snapshot.name} has no job {', '.join(sorted(unknown))}")
+    begun, said = data_dir / BEGUN, json.dumps([snapshot.name, None if only is None else sorted(only)]).encode()
+    is_again = begun.is_file() and begun.read_bytes() == said
+    if is_again:
+        there = {name: job for name, job in there.items() if not _is_as_saved(data_dir, job.path, snapshot.files)}
     if mixed := there.keys() & wanted if only is not None else there.keys():
         raise JobsAreThere(f"{data_dir} already holds {', '.join(sorted(mixed)[:3])}: two histories do not mix")
     files = {path: one for path, one in snapshot.files.items() if _is_wanted(path, only)}
@@ -325,7 +340,24 @@ def restore(
         bringing.all_of(Path(directory), model)
     last = {path for path in files if PurePosixPath(path).name == layout.ACCEPTED}
     bringing.all_of(data_dir, {path: one for path, one in files.items() if path not in last})
+    if not is_again:
+        begun.unlink(missing_ok=True)
+        write_flushed(begun, said)
     bringing.all_of(data_dir, {path: files[path] for path in last})
+    begun.unlink()
+
+
+def _is_as_saved(data_dir: Path, job: Path, files: Files) -> bool:
+    """By its names and sizes, and by what it was accepted as."""
+    below = job.relative_to(data_dir)
+    saved = {path: one for path, one in files.items() if PurePosixPath(path).is_relative_to(below.as_posix())}
+    accepted = saved.get((below / layout.ACCEPTED).as_posix())
+    there = {path.relative_to(data_dir).as_posix(): path.stat().st_size for path in plain_files(job)}
+    return (
+        accepted is not None
+        and there == {path: one.size for path, one in saved.items()}
+        and _digest_of(job / layout.ACCEPTED) == accepted.sha256
+    )
 
 
 def _is_wanted(path: str, only: Collection[str] | None) -> bool:

@@ -104,6 +104,26 @@ def test_a_checkpoint_that_replaces_another_while_that_is_saved_is_there_whole(
     assert len(names(data.getvalue())) == 5 + 2
 
 
+def test_a_log_that_is_archived_while_a_backup_is_made_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    logs, archive, look = tmp_path / JOB / "batches", tmp_path / JOB / "archive", backup._names
+
+    def archived(directory: Path) -> list[str]:
+        if directory == logs and not archive.joinpath("ep1-step1").exists():
+            archive.mkdir(exist_ok=True)
+            (logs / "ep1-step1").rename(archive / "ep1-step1")
+        return look(directory)
+
+    archive.mkdir()
+    (archive / "ep1-step0").touch()
+    monkeypatch.setattr(backup, "_names", archived)
+    data = io.BytesIO()
+    save(tmp_path, data)
+    assert {f"{JOB}/archive/ep1-step0", f"{JOB}/archive/ep1-step1"} <= set(names(data.getvalue()))
+
+
 def test_a_file_that_grows_is_saved_as_it_was_and_one_that_goes_while_it_is_read_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gspo_core.cli import main
-from services.files import snapshots
+from services.files import erasing, snapshots
 from services.files.backup import JobsAreThere, LaterLayout
 from services.files.bucket import Bucket, BucketRefused
 from services.files.snapshots import RestoreConflict, SnapshotDamaged, Tally, newest, prune, restore, save
@@ -157,6 +160,74 @@ def test_a_restore_that_broke_off_is_gone_on_with(
     restore(tmp_path / "there", bucket, snapshot, again)
     assert again.num_files < len(snapshot.files)
     assert contents(tmp_path / "there") == saved_of(here)
+
+
+@pytest.mark.parametrize("only", [None, [A, B]])
+def test_a_restore_that_broke_off_at_the_last_job_is_gone_on_with(
+    here: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: list[str] | None
+) -> None:
+    snapshot, there, get = save(here, bucket, Tally()), tmp_path / "there", Bucket.get
+    missing = snapshot.files[f"jobs/{B}/job.json"].object_name
+
+    def break_off(self: Bucket, name: str) -> Iterator[bytes]:
+        if name == missing:
+            raise BucketRefused("cut off")
+        return get(self, name)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Bucket, "get", break_off)
+        with pytest.raises(BucketRefused, match="cut off"):
+            restore(there, bucket, snapshot, Tally(), only)
+    assert (there / "jobs" / A / "job.json").exists()
+    other = save(here, bucket, Tally())
+    with pytest.raises(JobsAreThere, match=A):
+        restore(there, bucket, other, Tally(), only)
+    write(there / "jobs" / A / "batches" / "ep000002-step000002", "it has gone on since")
+    with pytest.raises(JobsAreThere, match=A):
+        restore(there, bucket, snapshot, Tally(), only)
+    (there / "jobs" / A / "batches" / "ep000002-step000002").unlink()
+    restore(there, bucket, snapshot, Tally(), only)
+    assert {name for name in contents(there) if name.startswith("jobs/")} == {
+        name for name in saved_of(here) if name.startswith("jobs/")
+    }
+    with pytest.raises(JobsAreThere, match=A):
+        restore(there, bucket, snapshot, Tally(), only)
+
+
+def test_an_erased_log_is_sent_again_even_if_it_is_as_long_as_before(
+    here: Path, bucket: Bucket, tmp_path: Path
+) -> None:
+    log = here / "jobs" / A / "batches" / "ep000001-step000001"
+    old = time.time() - 3600
+    os.utime(log, (old, old))
+    save(here, bucket, Tally())
+    erasing._replace(log, log.read_bytes()[::-1])
+    restore(tmp_path / "there", bucket, save(here, bucket, Tally()), Tally())
+    assert contents(tmp_path / "there") == saved_of(here)
+    assert abs(log.stat().st_mtime - old) < 0.01
+
+
+@pytest.mark.parametrize("place", ["models", "here/models", "here/linked"])
+def test_a_model_of_links_is_saved_with_what_they_name(bucket: Bucket, tmp_path: Path, place: str) -> None:
+    """As the cache of a model hub has them."""
+    here, blob, model = tmp_path / "here", tmp_path / "blobs" / "ab12", tmp_path / place / "m"
+    write(blob, "{}")
+    if place == "here/linked":
+        write(tmp_path / "elsewhere" / "m" / "config.json", "{}")
+        here.mkdir()
+        (here / "linked").symlink_to(tmp_path / "elsewhere")
+    else:
+        model.mkdir(parents=True)
+        (model / "config.json").symlink_to(blob)
+        (model / "gone.json").symlink_to(tmp_path / "nowhere")
+    accept(here, A, str(model))
+    snapshot = save(here, bucket, Tally())
+    assert list(snapshot.models) == [str(model)]
+    for folder in {model.parent, tmp_path / "elsewhere", tmp_path / "blobs"}:
+        shutil.rmtree(folder, ignore_errors=True)
+    (here / "linked").unlink(missing_ok=True)
+    restore(tmp_path / "there", bucket, snapshot, Tally(), with_models=True)
+    assert (model / "config.json").read_text() == "{}"
 
 
 def test_models_elsewhere_are_written_where_they_were_if_that_is_asked_for(bucket: Bucket, tmp_path: Path) -> None:
