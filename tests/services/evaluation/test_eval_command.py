@@ -169,8 +169,41 @@ def test_a_model_whose_engine_does_not_start_says_why(
 
 
 def test_another_evaluation_is_not_compared_with(shop: Path, api: Api, type_in: Type, capsys: Any) -> None:
-    url, _ = api
+    url, sent = api
     type_in(f"gspo eval {url}#m --env shop.py:Shop --out kept")
     (shop / "shop.py").write_text((shop / "shop.py").read_text().replace("1..3", "1 to 3"))
+    num_sent = len(sent)
     assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", "--against", "kept"]) == 1
     assert "kept cannot be compared with: it has another source" in capsys.readouterr().err
+    assert len(sent) == num_sent
+
+
+@pytest.mark.parametrize(
+    ("against", "problem"),
+    [
+        ("runs/bsae", "runs/bsae is no directory with a model here"),
+        ("http://127.0.0.1:9", "/models cannot be read"),
+    ],
+)
+def test_nothing_is_played_where_the_other_one_is_not_found(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str], against: str, problem: str
+) -> None:
+    url, sent = api
+    assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", "--against", against, "--out", "both"]) == 1
+    assert problem in capsys.readouterr().err
+    assert (sent, (shop / "both").exists()) == ([], False)
+
+
+@pytest.mark.parametrize("printed", ["lines", "json"])
+def test_what_was_played_is_told_although_the_other_one_fails(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str], printed: str
+) -> None:
+    url, _ = api
+    line = f"{url}#m --env shop.py:Shop --against {url}/none#m --out both {'--json' if printed == 'json' else ''}"
+    assert main(["eval", *line.split()]) == 1
+    out, err = capsys.readouterr()
+    assert "answers status 404" in err
+    assert "#m is kept in both: add --out both to go on" in err
+    kept = json.loads((shop / "both" / "report.json").read_text())
+    assert (kept["reward"]["mean"], "against" in kept) == (1.0, False)
+    assert json.loads(out) == kept if printed == "json" else "success      100.0 %" in out
