@@ -38,7 +38,7 @@ from gspo_core.evaluation.evaluation import (
     open_folder,
     require_folder,
 )
-from gspo_core.evaluation.played import REPORT_FILE, Played, read_played, read_setting
+from gspo_core.evaluation.played import REPORT_FILE, Played, SettingDamaged, read_played, read_setting, write_whole
 from gspo_core.evaluation.policy import EvaluatedPolicy, LocalPolicyOrder, PolicyUnusable
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.json_value import JSON
@@ -49,6 +49,7 @@ from gspo_core.types import Split
 _ANSWER_S = 600.0
 _CONNECT_S = 10.0
 _TELL_EVERY = 10
+_ADDRESS = ("http://", "https://")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         evaluation = _Evaluation.load(arguments)
         try:
             return asyncio.run(evaluation.run())
-        except (PolicyUnusable, OtherSetting) as error:
+        except (PolicyUnusable, OtherSetting, SettingDamaged) as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
             if evaluation.folder.is_dir():
@@ -104,6 +105,8 @@ class _Evaluation:
         return cls(arguments, environment, config, agent, split, limits, _digest(ref), folder)
 
     async def run(self) -> int:
+        for model in (self.arguments.model, self.arguments.against):
+            _require_address(model or "")
         kept, sides = self._sides()
         theirs, problem = kept, ""
         async with AsyncExitStack() as stack:
@@ -126,7 +129,7 @@ class _Evaluation:
         self._tell(ours, theirs, found)
         if problem:
             raise CommandError(problem)
-        return 0
+        return 0 if all(one is None or one.reward is not None for one in (ours, theirs)) else 1
 
     def _sides(self) -> tuple[EvalReport | None, list[_Side]]:
         """The evaluation that was kept, and who is to play."""
@@ -154,7 +157,7 @@ class _Evaluation:
         if theirs is not None:
             both = compare(ours, theirs)
             found |= {"against": theirs.to_json(), "difference": None if both is None else both.to_json()}
-        (self.folder / REPORT_FILE).write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+        write_whole(self.folder / REPORT_FILE, found)
         return found
 
     def _tell(self, ours: EvalReport, theirs: EvalReport | None, found: Mapping[str, JSON]) -> None:
@@ -204,7 +207,7 @@ class _Evaluation:
 
     async def _opened(self, stack: AsyncExitStack, model: str, key_env: str) -> EvaluatedPolicy:
         given = self.arguments
-        if model.startswith(("http://", "https://")):
+        if model.startswith(_ADDRESS):
             return await self._api(stack, model, os.environ.get(key_env) or None)
         chat = {} if given.chat is None else json_object(given.chat, "--chat", "as a job has it")
         order = LocalPolicyOrder(
@@ -268,6 +271,18 @@ def _ref_and_config(env: str, config: str | None) -> tuple[str, dict[str, JSON]]
     if ":" not in ref:
         raise CommandError(f"--env {ref}: name a class or a function in a file or a module, as in {ref}:MyClass")
     return ref, {} if text is None else json_object(text, "the config", "the keyword arguments of the class")
+
+
+def _require_address(model: str) -> None:
+    """Of what names an API."""
+    if not model.startswith(_ADDRESS):
+        return
+    try:
+        host = httpx.URL(model).host
+    except httpx.InvalidURL as error:
+        raise CommandError(f"{model} is no address: {error}") from None
+    if not host:
+        raise CommandError(f"{model} is no address: it names no host")
 
 
 def _loaded(
