@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import InvalidEnvironment, Message, ToolSchema
-from gspo_core.env.functions import Call, Reward
+from gspo_core.env.calls import MemberCaller
+from gspo_core.env.functions import Call, Reward, Worth
 from gspo_core.json_value import JSON
 from gspo_core.types import Split
 
@@ -77,12 +78,14 @@ class Mcp:
                     create_mcp_http_client(dict(headers or {})) as http,
                     Client(streamable_http_client(url, http_client=http)) as client,
                 ):
-                    yield _McpConnection(client, judge, system)
+                    with closing(_McpConnection(client, judge, system)) as connection:
+                        yield connection
                 return
             program, *words = command
             server = StdioServerParameters(command=program, args=words, env=dict(environment or {}), cwd=cwd or None)
             async with Client(stdio_client(server)) as client:
-                yield _McpConnection(client, judge, system)
+                with closing(_McpConnection(client, judge, system)) as connection:
+                    yield connection
 
         bounds = (float(reward_range[0]), float(reward_range[1])) if reward_range else None
         return RemoteEnvironment(name, connect, all_tasks, dict(limits or {}), bounds)
@@ -97,6 +100,14 @@ class _McpConnection:
         self._system = system
         self._task: Mapping[str, JSON] = {}
         self._calls: list[Call] = []
+        self._judging = MemberCaller("reward")
+
+    @property
+    def is_busy(self) -> bool:
+        return self._judging.is_busy
+
+    def close(self) -> None:
+        self._judging.close()
 
     async def tools(self) -> list[ToolSchema]:
         listed = await self._client.list_tools()
@@ -131,8 +142,8 @@ class _McpConnection:
         return RemoteAnswer("", done=True)
 
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
-        value = self._judge(self._task, messages, self._calls)
-        value = await value if inspect.isawaitable(value) else value
+        # The session's deadline holds.
+        value: Worth = await self._judging.call(self._judge, math.inf, self._task, messages, self._calls)
         if isinstance(value, Mapping):
             parts = {str(part): float(number) for part, number in value.items()}
             return sum(parts.values()), parts

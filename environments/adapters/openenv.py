@@ -108,6 +108,8 @@ class ServerRefused(Exception):
 class _OpenEnvConnection:
     """One connection. ``kinds`` is empty until the server was asked what it understands."""
 
+    is_busy = False
+
     def __init__(self, socket: ClientConnection, url: str, kinds: list[Kind], system: str) -> None:
         self._socket = socket
         self._url = url

@@ -36,6 +36,11 @@ class RemoteAnswer:
 class WorldConnection(Protocol):
     """One episode's line to a world elsewhere."""
 
+    @property
+    def is_busy(self) -> bool:
+        """A function of its user still runs in a thread here."""
+        ...
+
     async def tools(self) -> Sequence[ToolSchema]: ...
 
     async def begin(self, task: Mapping[str, JSON], seed: int) -> Sequence[Message]: ...
@@ -103,7 +108,10 @@ class RemoteSession:
         self._is_lost = False
         self.metrics: dict[str, float] = {}
         self.close_failure: str | None = None
-        self.is_stuck = False  # what runs on, runs elsewhere
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._connection is not None and self._connection.is_busy
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._owner is not None:
@@ -204,6 +212,7 @@ class RemoteSession:
     async def _own(self) -> None:
         """Opens, uses and closes the connection: libraries tie one to the task in which it began."""
         async with self._environment.connect() as connection:
+            self._connection = connection
             while (job := await self._jobs.get()) is not None:
                 await job(connection)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -151,23 +152,22 @@ def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
             return ParsedTurn("", (ToolCall(None, {}, CallStatus.INVALID_JSON, line, 0, 1),))
         call = ToolCall(given.get("name"), given.get("arguments", {}), CallStatus.OK, line, 0, 1)
         return ParsedTurn("", (call,))
-    keys = [word.partition("=") for word in rest.split()]
+    keys = [word.partition("=") for word in _words(rest)]
     is_call = bool(keys) and name.isidentifier() and all(key.isidentifier() and equals for key, equals, _ in keys)
     if not is_call and name not in {tool["function"]["name"] for tool in tools}:
         return ParsedTurn(line)
     return ParsedTurn("", (ToolCall(name, _arguments(rest), CallStatus.OK, line, 0, 1),))
 
 
+def _words(text: str) -> list[str]:
+    """At spaces, but for those within double quotes."""
+    return re.findall(r'(?:"(?:\\.|[^"\\])*"|\S)+', text)
+
+
 def _arguments(text: str) -> dict[str, JSON]:
     """``amount=3 text="two words"``; a value that is no JSON is text."""
-    import shlex
-
-    try:
-        words = shlex.split(text, posix=False)
-    except ValueError:
-        words = text.split()
     found: dict[str, JSON] = {}
-    for word in words:
+    for word in _words(text):
         name, _, value = word.partition("=")
         try:
             found[name] = json.loads(value)

@@ -21,6 +21,7 @@ from gspo_core.cli.env import CallersPath, json_object
 from gspo_core.cli.service import local_policies
 from gspo_core.cli.terminal import say
 from gspo_core.env import (
+    AgentEnvironment,
     AgentStart,
     Environment,
     InvalidEnvironment,
@@ -29,8 +30,15 @@ from gspo_core.env import (
 )
 from gspo_core.evaluation.chat_completions import Api, ChatCompletions, only_model
 from gspo_core.evaluation.episode import World
-from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder
-from gspo_core.evaluation.played import REPORT_FILE, Played, read_played, read_setting
+from gspo_core.evaluation.evaluation import (
+    EvalSetting,
+    OtherSetting,
+    chosen_tasks,
+    evaluate,
+    open_folder,
+    require_folder,
+)
+from gspo_core.evaluation.played import REPORT_FILE, Played, SettingDamaged, read_played, read_setting, write_whole
 from gspo_core.evaluation.policy import EvaluatedPolicy, LocalPolicyOrder, PolicyUnusable
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.json_value import JSON
@@ -41,6 +49,7 @@ from gspo_core.types import Split
 _ANSWER_S = 600.0
 _CONNECT_S = 10.0
 _TELL_EVERY = 10
+_ADDRESS = ("http://", "https://")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,11 +59,21 @@ def run(arguments: argparse.Namespace) -> int:
         evaluation = _Evaluation.load(arguments)
         try:
             return asyncio.run(evaluation.run())
-        except (PolicyUnusable, OtherSetting) as error:
+        except (PolicyUnusable, OtherSetting, SettingDamaged) as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
-            print(f"\nwhat was played is kept: add --out {evaluation.folder} to go on", file=sys.stderr)
+            if evaluation.folder.is_dir():
+                print(f"\nwhat was played is kept: add --out {evaluation.folder} to go on", file=sys.stderr)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Who plays, and where its episodes are kept."""
+
+    setting: EvalSetting
+    key_env: str
+    folder: Path
 
 
 @dataclass
@@ -86,45 +105,77 @@ class _Evaluation:
         return cls(arguments, environment, config, agent, split, limits, _digest(ref), folder)
 
     async def run(self) -> int:
+        for model in (self.arguments.model, self.arguments.against):
+            _require_address(model or "")
+        kept, sides = self._sides()
+        theirs, problem = kept, ""
         async with AsyncExitStack() as stack:
-            ours = await self._report(stack, self.arguments.model, self.arguments.key_env, self.folder)
-            against = self.arguments.against
-            theirs = await self._other(stack, against) if against else None
+            for side in sides:
+                require_folder(side.folder, side.setting)
+            policies = [await self._policy(stack, side) for side in sides]
+            for side in sides:
+                open_folder(side.folder, side.setting)
+            ours = await self._report(sides[0], policies[0])
+            found = self._keep(ours, theirs)
+            for side, policy in zip(sides[1:], policies[1:], strict=True):
+                try:
+                    theirs = await self._report(side, policy)
+                except PolicyUnusable as error:
+                    problem = (
+                        f"{error}\n{ours.setting.model} is kept in {self.folder}: add --out {self.folder} to go on"
+                    )
+                else:
+                    found = self._keep(ours, theirs)
+        self._tell(ours, theirs, found)
+        if problem:
+            raise CommandError(problem)
+        return 0 if all(one is None or one.reward is not None for one in (ours, theirs)) else 1
+
+    def _sides(self) -> tuple[EvalReport | None, list[_Side]]:
+        """The evaluation that was kept, and who is to play."""
+        given, against = self.arguments, self.arguments.against
+        ours = _Side(self._setting(given.model), given.key_env, self.folder)
+        if against is None:
+            return None, [ours]
+        if (kept := self._kept(Path(against))) is not None:
+            return kept, [ours]
+        key_env = given.against_key_env or given.key_env
+        return None, [ours, _Side(self._setting(against), key_env, self.folder / "against")]
+
+    def _kept(self, folder: Path) -> EvalReport | None:
+        kept = read_setting(folder)
+        if kept is None:
+            return None
+        setting = self._setting(str(kept["model"]))
+        if differing := setting.plays_the_same(kept):
+            raise OtherSetting(f"{folder} cannot be compared with: it has another {', '.join(differing)}")
+        episodes = read_played(folder)
+        return EvalReport(setting, [episodes[place] for place in setting.places() if place in episodes])
+
+    def _keep(self, ours: EvalReport, theirs: EvalReport | None) -> dict[str, JSON]:
         found = ours.to_json() | {"folder": str(self.folder)}
         if theirs is not None:
             both = compare(ours, theirs)
             found |= {"against": theirs.to_json(), "difference": None if both is None else both.to_json()}
-        (self.folder / REPORT_FILE).write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+        write_whole(self.folder / REPORT_FILE, found)
+        return found
+
+    def _tell(self, ours: EvalReport, theirs: EvalReport | None, found: Mapping[str, JSON]) -> None:
         if self.arguments.json:
             print(json.dumps(found, ensure_ascii=False, indent=2))
-            return 0
+            return
         say(*ours.lines())
         if theirs is not None:
+            both = compare(ours, theirs)
             say(*theirs.lines(), *difference_lines(both, ours.setting.model, theirs.setting.model))
         say(f"kept in {self.folder}: gspo episodes {self.folder}")
-        return 0
 
-    async def _other(self, stack: AsyncExitStack, against: str) -> EvalReport:
-        kept = read_setting(Path(against))
-        if kept is None:
-            key_env = self.arguments.against_key_env or self.arguments.key_env
-            return await self._report(stack, against, key_env, self.folder / "against")
-        if differing := self._setting(against).plays_the_same(kept):
-            raise OtherSetting(f"{against} cannot be compared with: it has another {', '.join(differing)}")
-        model = str(kept["model"])
-        episodes = read_played(Path(against))
-        setting = self._setting(model)
-        return EvalReport(setting, [episodes[place] for place in setting.places() if place in episodes])
-
-    async def _report(self, stack: AsyncExitStack, model: str, key_env: str, folder: Path) -> EvalReport:
-        setting = self._setting(model)
-        open_folder(folder, setting)
-        policy = await self._policy(stack, model, key_env)
+    async def _report(self, side: _Side, policy: EvaluatedPolicy) -> EvalReport:
+        setting = side.setting
         world = World(self.environment, self.split, self.limits, self.arguments.max_new_tokens, time.monotonic)
-        num_all = len(setting.places())
-        progress = _Progress(model, num_all, quiet=not sys.stderr.isatty())
+        progress = _Progress(setting.model, len(setting.places()), quiet=not sys.stderr.isatty())
         episodes = await evaluate(
-            setting, world, policy, folder, concurrency=self.arguments.concurrency, tell=progress.tell
+            setting, world, policy, side.folder, concurrency=self.arguments.concurrency, tell=progress.tell
         )
         progress.end()
         return EvalReport(setting, episodes)
@@ -148,9 +199,15 @@ class _Evaluation:
             source=self.source,
         )
 
-    async def _policy(self, stack: AsyncExitStack, model: str, key_env: str) -> EvaluatedPolicy:
+    async def _policy(self, stack: AsyncExitStack, side: _Side) -> EvaluatedPolicy:
+        policy = await self._opened(stack, side.setting.model, side.key_env)
+        if isinstance(self.environment, AgentEnvironment):
+            policy.llm("")  # refused now rather than when the other side was played
+        return policy
+
+    async def _opened(self, stack: AsyncExitStack, model: str, key_env: str) -> EvaluatedPolicy:
         given = self.arguments
-        if model.startswith(("http://", "https://")):
+        if model.startswith(_ADDRESS):
             return await self._api(stack, model, os.environ.get(key_env) or None)
         chat = {} if given.chat is None else json_object(given.chat, "--chat", "as a job has it")
         order = LocalPolicyOrder(
@@ -214,6 +271,18 @@ def _ref_and_config(env: str, config: str | None) -> tuple[str, dict[str, JSON]]
     if ":" not in ref:
         raise CommandError(f"--env {ref}: name a class or a function in a file or a module, as in {ref}:MyClass")
     return ref, {} if text is None else json_object(text, "the config", "the keyword arguments of the class")
+
+
+def _require_address(model: str) -> None:
+    """Of what names an API."""
+    if not model.startswith(_ADDRESS):
+        return
+    try:
+        host = httpx.URL(model).host
+    except httpx.InvalidURL as error:
+        raise CommandError(f"{model} is no address: {error}") from None
+    if not host:
+        raise CommandError(f"{model} is no address: it names no host")
 
 
 def _loaded(

@@ -62,7 +62,8 @@ def from_functions(
     members |= {"tasks": list(tasks), "__doc__": system or None, **attributes}
     if eval_tasks:
         members["eval_tasks"] = list(eval_tasks)
-    cls = type("Functions", (_Functions,), members)
+    base = _AsyncFunctions if inspect.iscoroutinefunction(reward) else _Functions
+    cls = type("Functions", (base,), members)
     cls._reward = staticmethod(reward)  # type: ignore[attr-defined]
     return cls
 
@@ -74,8 +75,13 @@ class _Functions:
         self._task = task
         self._calls: list[Call] = []
 
+    def get_reward(self, ctx: Context) -> Worth | Awaitable[Worth]:
+        return self._reward(self._task, ctx.messages, self._calls)
+
+
+class _AsyncFunctions(_Functions):
     async def get_reward(self, ctx: Context) -> Worth:
-        value = self._reward(self._task, ctx.messages, self._calls)
+        value = super().get_reward(ctx)
         return await value if inspect.isawaitable(value) else value
 
 

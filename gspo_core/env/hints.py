@@ -128,7 +128,7 @@ class _Reading:
         if origin in (typing.Union, types.UnionType):
             return self._union(arguments)
         if origin is typing.Literal:
-            return _choices({value: value for value in arguments})
+            return _choices({one.value if isinstance(one, enum.Enum) else one: one for one in arguments})
         if isinstance(hint, type) and issubclass(hint, enum.Enum):
             return _choices({member.value: member for member in hint})
         return self._container(origin or hint, arguments) or self._class(hint) or _plain(hint)

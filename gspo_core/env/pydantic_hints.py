@@ -34,10 +34,17 @@ class Field(Protocol):
     def get_default(self, *, call_default_factory: bool) -> object: ...
 
 
-def field_in(default: object) -> Field | None:
-    """``Field(...)`` where a default stands."""
+def field_in(found: object) -> Field | None:
+    """``Field(...)`` where a default or a note of ``Annotated`` stands."""
     fields = sys.modules.get("pydantic.fields")
-    return cast(Field, default) if fields is not None and isinstance(default, fields.FieldInfo) else None
+    return cast(Field, found) if fields is not None and isinstance(found, fields.FieldInfo) else None
+
+
+def default_in(hint: Any) -> Field | None:
+    """The ``Field`` in ``Annotated`` that brings a default; the last one, as for pydantic."""
+    notes = hint.__metadata__ if typing.get_origin(hint) is typing.Annotated else ()
+    found = [field for note in notes if (field := field_in(note)) is not None and not field.is_required()]
+    return found[-1] if found else None
 
 
 class Adapter:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeAlias
 
 from gspo_core.env.docstrings import read_docstring
 from gspo_core.env.hints import Hint, HintError, Read, description_in, hint_of, json_type
-from gspo_core.env.pydantic_hints import field_in
+from gspo_core.env.pydantic_hints import default_in, field_in
 from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from gspo_core.messages import Content, ParameterSchema, ToolSchema
@@ -191,12 +191,13 @@ def _parameter(
         )
     annotation = _resolve(parameter, function)
     field = field_in(parameter.default)
-    has_default = parameter.default is not parameter.empty
-    if_absent: Callable[[], object] | None = None
     if field is not None:  # `x: int = Field(3, ge=1)`: the function would get the Field itself
         annotation = Annotated[annotation, field]
-        has_default = not field.is_required()
-        if_absent = partial(field.get_default, call_default_factory=True)
+    has_default = field is None and parameter.default is not parameter.empty
+    if_absent: Callable[[], object] | None = None
+    if not has_default and (absent := default_in(annotation)) is not None:
+        has_default = True
+        if_absent = partial(absent.get_default, call_default_factory=True)
     hint = _understood(annotation, parameter, function)
     schema: ParameterSchema = {**hint.schema}
     if text or description_in(annotation):

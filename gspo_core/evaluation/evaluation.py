@@ -15,7 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_core.evaluation.episode import World, play
-from gspo_core.evaluation.played import SETTING_FILE, EpisodePlace, Played, PlayedFile, read_played, read_setting
+from gspo_core.evaluation.played import (
+    SETTING_FILE,
+    EpisodePlace,
+    Played,
+    PlayedFile,
+    partial_name,
+    read_played,
+    read_setting,
+    write_whole,
+)
 from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyUnusable
 from gspo_core.json_value import JSON
 
@@ -72,18 +81,24 @@ def task_seed(seed: int, task: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def open_folder(folder: Path, setting: EvalSetting) -> None:
-    """Begins an evaluation there, or goes on with the same one. Raises ``OtherSetting``."""
+def require_folder(folder: Path, setting: EvalSetting) -> None:
+    """Raises ``OtherSetting`` or ``SettingDamaged`` unless an evaluation can begin there, or go on."""
     kept = read_setting(folder)
     given = setting.to_json()
     if kept is None:
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and any(one.name != partial_name(SETTING_FILE) for one in folder.iterdir()):
             raise OtherSetting(f"{folder} holds something else than an evaluation")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTING_FILE).write_text(json.dumps(given, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     elif kept != given:
         differing = ", ".join(key for key in given if given[key] != kept.get(key))
         raise OtherSetting(f"{folder} holds an evaluation of another {differing or 'release'}")
+
+
+def open_folder(folder: Path, setting: EvalSetting) -> None:
+    """Begins an evaluation there, or goes on with the same one. Raises ``OtherSetting``."""
+    require_folder(folder, setting)
+    if read_setting(folder) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / SETTING_FILE, setting.to_json())
 
 
 async def evaluate(

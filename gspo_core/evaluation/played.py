@@ -99,10 +99,28 @@ class PlayedFile:
                 self._file.write(b"\n")
 
 
+class SettingDamaged(Exception):
+    """The file of an evaluation's setting cannot be read."""
+
+
 def read_setting(folder: Path) -> dict[str, JSON] | None:
-    """The setting of an evaluation; None where ``folder`` holds none."""
+    """The setting of an evaluation; None where ``folder`` holds none. Raises ``SettingDamaged``."""
     file = folder / SETTING_FILE
     if not file.is_file():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingDamaged(f"{file} is damaged ({error}): name another folder") from None
     return cast(dict[str, JSON], found) if isinstance(found, dict) else None
+
+
+def write_whole(file: Path, content: Mapping[str, JSON]) -> None:
+    """As JSON, and in place only once it is whole."""
+    partial = file.with_name(partial_name(file.name))
+    partial.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def partial_name(name: str) -> str:
+    return f".{name}.part"

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from gspo_core.env import InvalidEnvironment, Message, PlainEnvironment, from_functions, load_environment
+from gspo_core.env import (
+    EnvironmentFailed,
+    InvalidEnvironment,
+    Message,
+    PlainEnvironment,
+    Timeouts,
+    from_functions,
+    load_environment,
+)
 from gspo_core.env.functions import Call
 from gspo_core.types import Split
 from tests.core.env_kit import call, play
@@ -80,6 +89,25 @@ async def test_an_async_reward_is_awaited_and_a_call_that_raised_is_kept() -> No
     environment = PlainEnvironment(from_functions([price], tasks=[{"prompt": "x"}], reward=judge), {}, name="shop")
     assert (await play(environment, call("price", item="gold"), "x")).reward == 0.25
     assert (seen[0].name, seen[0].arguments, type(seen[0].error)) == ("price", {"item": "gold"}, KeyError)
+
+
+async def test_a_plain_reward_leaves_the_loop_free_and_has_a_deadline() -> None:
+    may_end = threading.Event()
+
+    def slow(task: Any, messages: Any, calls: Any) -> float:
+        may_end.wait(10.0)  # less than a blocked test waits
+        return 1.0
+
+    environment = PlainEnvironment(from_functions([price], tasks=[{"prompt": "x"}], reward=slow), {}, name="shop")
+    session = environment.session(limits=Timeouts(score_timeout_s=0.1))
+    await session.start({"prompt": "x"}, 0)
+    try:
+        with pytest.raises(EnvironmentFailed, match=r"timed out after 0\.1s"):
+            await session.score()
+        assert session.is_stuck
+    finally:
+        may_end.set()
+        await session.close()
 
 
 def test_a_task_without_a_prompt_is_refused() -> None:

@@ -254,6 +254,15 @@ def test_a_class_that_holds_itself_has_definitions() -> None:
     assert parameters["$defs"]["Node"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Node"}
 
 
+def test_a_literal_of_members_is_told_and_read_by_their_values() -> None:
+    hint = hint_of(Literal[Size.SMALL, "huge"])
+    assert hint.schema == {"type": "string", "enum": [Size.SMALL.value, "huge"]}
+    assert hint.read(Size.SMALL.value, "it") is Size.SMALL
+    assert hint.read("huge", "it") == "huge"
+    with pytest.raises(HintError, match="must be one of"):
+        hint.read(Size.LARGE.value, "it")
+
+
 def test_a_field_where_a_default_stands_is_a_constraint_and_a_default() -> None:
     def order(
         item: str = Field(description="what"),
@@ -271,6 +280,25 @@ def test_a_field_where_a_default_stands_is_a_constraint_and_a_default() -> None:
     assert first["tags"] is not second["tags"]
     with pytest.raises(ArgumentError, match="count: Input should be greater than or equal to 1"):
         tool.bind({"item": "a", "count": 0})
+
+
+def test_a_field_in_annotated_brings_a_default_where_the_function_has_none() -> None:
+    def order(
+        count: Annotated[int, Field(default=2)],
+        tags: Annotated[list[str], Field(default_factory=list)],
+        few: Annotated[int, Field(default=1)] = Field(ge=1),
+        own: Annotated[int, Field(default=7)] = 8,
+        *,
+        item: Annotated[str, Field(description="what")],
+    ) -> None: ...
+
+    tool = Tool.of("order", order)
+    parameters: Any = tool.schema["function"]["parameters"]  # type: ignore[typeddict-item]
+    assert parameters["required"] == ["item"]
+    assert parameters["properties"]["count"] == {"type": "integer", "default": 2}
+    first, second = tool.bind({"item": "a"}), tool.bind({"item": "a"})
+    assert first == {"count": 2, "tags": [], "few": 1, "item": "a"}
+    assert first["tags"] is not second["tags"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from gspo_core.env import CallStatus, Llm, ParsedTurn, PlainEnvironment, Start, ToolCall
 from gspo_core.evaluation.episode import World
 from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder, task_seed
-from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, PlayedFile, read_played
+from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, PlayedFile, read_played, read_setting
 from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.messages import Message
@@ -233,6 +233,13 @@ async def test_a_folder_of_another_evaluation_is_not_gone_on_with(tmp_path: Path
     (tmp_path / "b" / "thesis.tex").touch()
     with pytest.raises(OtherSetting, match="something else"):
         open_folder(tmp_path / "b", SETTING)
+
+
+def test_a_folder_whose_writer_died_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / ".eval.json.part").write_text('{"model": "m"')
+    open_folder(tmp_path, SETTING)
+    assert read_setting(tmp_path) == SETTING.to_json()
+    assert [one.name for one in tmp_path.iterdir()] == ["eval.json"]
 
 
 async def test_two_policies_are_compared_task_by_task(tmp_path: Path) -> None:

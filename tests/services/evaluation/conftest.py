@@ -47,6 +47,9 @@ class Shopkeeper(BaseHTTPRequestHandler):
     sent: list[dict[str, Any]]
 
     def do_POST(self) -> None:
+        if self.path != "/v1/chat/completions":
+            self.send_error(404)
+            return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.sent.append({**body, "key": self.headers.get("authorization")})
         first, last = body["messages"][1]["content"], body["messages"][-1]

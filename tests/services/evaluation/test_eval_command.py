@@ -142,6 +142,9 @@ def test_an_agent_that_owns_its_loop_is_scored_over_an_api(shop: Path, api: Api,
         ("http://127.0.0.1:9#m --env shop.py:Shop --n 0", "at least 1"),
         ("http://127.0.0.1:9#m --env shop.py:Shop --limits '{\"turns\": 1}'", "limits.turns"),
         ("http://127.0.0.1:9 --env shop.py:Shop", "/models cannot be read"),
+        ("http://host:port/v1#x --env shop.py:Shop", "http://host:port/v1#x is no address: Invalid port: 'port'"),
+        ("http:///v1#x --env shop.py:Shop", "http:///v1#x is no address: it names no host"),
+        ("http://127.0.0.1:9#m --env shop.py:Shop --against http://host:port/v1#x", "host:port/v1#x is no address"),
         ("{model} --env {agent}:run", "name that as https://host/v1#MODEL"),
     ],
 )
@@ -152,6 +155,7 @@ def test_what_cannot_be_is_refused_in_words(
     arguments = shlex.split(line.format(model=model, agent="asking.py") if "{model}" in line else line)
     assert main(["eval", *arguments]) == 1
     assert problem in capsys.readouterr().err
+    assert not (shop / "gspo-eval").exists()
 
 
 @pytest.mark.usefixtures("warm_engines")
@@ -169,8 +173,64 @@ def test_a_model_whose_engine_does_not_start_says_why(
 
 
 def test_another_evaluation_is_not_compared_with(shop: Path, api: Api, type_in: Type, capsys: Any) -> None:
-    url, _ = api
+    url, sent = api
     type_in(f"gspo eval {url}#m --env shop.py:Shop --out kept")
     (shop / "shop.py").write_text((shop / "shop.py").read_text().replace("1..3", "1 to 3"))
+    num_sent = len(sent)
     assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", "--against", "kept"]) == 1
     assert "kept cannot be compared with: it has another source" in capsys.readouterr().err
+    assert len(sent) == num_sent
+
+
+@pytest.mark.parametrize(
+    ("against", "problem"),
+    [
+        ("runs/bsae", "runs/bsae is no directory with a model here"),
+        ("http://127.0.0.1:9", "/models cannot be read"),
+    ],
+)
+def test_nothing_is_played_where_the_other_one_is_not_found(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str], against: str, problem: str
+) -> None:
+    url, sent = api
+    assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", "--against", against, "--out", "both"]) == 1
+    assert problem in capsys.readouterr().err
+    assert (sent, (shop / "both").exists()) == ([], False)
+
+
+@pytest.mark.parametrize("printed", ["lines", "json"])
+def test_what_was_played_is_told_although_the_other_one_fails(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str], printed: str
+) -> None:
+    url, _ = api
+    line = f"{url}#m --env shop.py:Shop --against {url}/none#m --out both {'--json' if printed == 'json' else ''}"
+    assert main(["eval", *line.split()]) == 1
+    out, err = capsys.readouterr()
+    assert "answers status 404" in err
+    assert "#m is kept in both: add --out both to go on" in err
+    kept = json.loads((shop / "both" / "report.json").read_text())
+    assert (kept["reward"]["mean"], "against" in kept) == (1.0, False)
+    assert json.loads(out) == kept if printed == "json" else "success      100.0 %" in out
+
+
+@pytest.mark.parametrize("option", ["--out", "--against"])
+def test_a_damaged_evaluation_is_refused_and_stays_as_it_is(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    url, sent = api
+    (shop / "kept").mkdir()
+    (shop / "kept" / "eval.json").write_text('{"model": "m"')
+    assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", option, "kept"]) == 1
+    assert "kept/eval.json is damaged" in capsys.readouterr().err
+    assert (sent, [one.name for one in (shop / "kept").iterdir()]) == ([], ["eval.json"])
+
+
+def test_where_every_episode_failed_the_status_says_so(
+    shop: Path, api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = api
+    source = (shop / "shop.py").read_text().replace("def get_reward(self)", "def get_reward(self, missing)")
+    (shop / "shop.py").write_text(source)
+    for line in ("--json", "--out failed", f"--against {url}#other"):
+        assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", *line.split()]) == 1
+        assert "missing" in capsys.readouterr().out

@@ -122,6 +122,8 @@ class Far:
         from gspo_core.types import Split
 
         class Line:
+            is_busy = False
+
             async def tools(self) -> Any:
                 return [Far._tool]
 
