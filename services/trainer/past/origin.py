@@ -16,20 +16,27 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gspo_core.descendants import how_it_ended
+from gspo_core.learner import UnsupportedModel
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
+from gspo_core.replay.state_process import DAMAGED, UNSUPPORTED
 from gspo_core.spec import JobSpec
 from services.files.checkpoints import CheckpointStore
+from services.files.disk_space import NoRoom, says_no_room
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
-from services.trainer.telling.failure import JobFailure
+from services.trainer.telling.failure import AttemptFailed, JobFailure
 
 
 def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
-    """Write the checkpoint that a fork begins with, unless it has one. Raises JobFailure, OSError."""
+    """Write the checkpoint that a fork begins with, unless it has one.
+
+    Raises JobFailure, UnsupportedModel, AttemptFailed, NoRoom, OSError.
+    """
     if spec.parent is None or checkpoints.positions():
         return
     step, past = spec.parent.step, Past(job.origin.path)
@@ -61,9 +68,16 @@ def _copy(source: Path, target: Path) -> None:
 def _replayed(origin: Path, step: int, state: Path) -> Lineage:
     argv = [sys.executable, "-P", "-m", "gspo_core.replay.state_process", str(origin), str(step), str(state)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    if done.returncode == DAMAGED:
+        raise PastError(said)
+    if done.returncode == UNSUPPORTED:
+        raise UnsupportedModel(said)
+    if done.returncode and says_no_room(done.stderr):
+        raise NoRoom(said)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-        raise PastError(said[-1])
+        how = how_it_ended(done.returncode)
+        raise AttemptFailed("process_lost", f"the process that trains again what leads to step {step}: {how}; {said}")
     return Lineage.from_dict(json.loads(done.stdout))
 
 

@@ -1,0 +1,105 @@
+"""What a fork begins with is trained again in a process of its own, whose end is told for what it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_core.learner import UnsupportedModel
+from gspo_core.position import Position
+from gspo_core.spec import ParentSpec
+from services.files.checkpoints import CheckpointStore
+from services.files.disk_space import NoRoom
+from services.files.job_dir import JobDir
+from services.files.origin import bring
+from services.trainer.past.origin import seed
+from services.trainer.telling.failure import AttemptFailed, JobFailure
+from tests.core.learner_support import write_model
+from tests.core.past_kit import make_past, spec_of
+
+SPEC = spec_of(Path("model"), parent={"job": "job_parent", "step": 3})
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> JobDir:
+    """Of four steps, with checkpoints after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("parent")
+    make_past(folder / "job_parent", spec_of(write_model(folder / "model")), steps=4)
+    return JobDir(folder / "job_parent")
+
+
+@pytest.fixture
+def job(parent: JobDir, tmp_path: Path) -> JobDir:
+    child = JobDir(tmp_path / "job_child")
+    bring(parent, child, ParentSpec(job=parent.id, step=3))
+    return child
+
+
+def ends_with(patch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """What trains again does this instead."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    patch.setattr(sys, "executable", str(program))
+
+
+def seeded(job: JobDir) -> list[Position]:
+    checkpoints = CheckpointStore(job)
+    seed(job, SPEC, checkpoints)
+    return [one.position for one in checkpoints.newest_first()]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo step 3 trained again >&2; kill -9 $$", "SIGKILL"),
+        ("echo torch.OutOfMemoryError: CUDA out of memory. >&2; exit 1", "CUDA out of memory"),
+        ("exit 120", "exit status 120"),
+    ],
+)
+def test_a_process_that_ends_early_fails_the_attempt_and_not_the_job(
+    job: JobDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    ends_with(monkeypatch, tmp_path, script)
+    with pytest.raises(AttemptFailed, match=message) as raised:
+        seeded(job)
+    assert raised.value.code == "process_lost"
+    assert CheckpointStore(job).positions() == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "OSError: [Errno 28] No space left on device",
+        "safetensors_rust.SafetensorError: Error while serializing: I/O error: No space left on device (os error 28)",
+    ],
+)
+def test_a_full_disk_is_told_as_one(job: JobDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    ends_with(monkeypatch, tmp_path, f"echo '{said}' >&2; exit 1")
+    with pytest.raises(NoRoom, match="No space left"):
+        seeded(job)
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_what_is_damaged_fails_the_job(job: JobDir) -> None:
+    [log] = job.origin.batches.iterdir()
+    data = log.read_bytes()
+    log.unlink()  # a link to the parent's
+    log.write_bytes(data[:-9])
+    with pytest.raises(JobFailure, match="job_parent is damaged: DamagedPast") as raised:
+        seeded(job)
+    assert raised.value.code == "data_damaged"
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_a_model_that_is_gone_is_told_as_one(parent: JobDir, job: JobDir) -> None:
+    model, away = parent.path.with_name("model"), parent.path.with_name("away")
+    model.rename(away)
+    try:
+        with pytest.raises(UnsupportedModel, match="holds no config"):
+            seeded(job)
+    finally:
+        away.rename(model)
+    assert seeded(job) == [Position(0, 3)]
