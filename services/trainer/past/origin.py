@@ -9,11 +9,13 @@ a process of its own.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from gspo_core.descendants import how_it_ended
@@ -46,28 +48,26 @@ def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
             return
         if start is not None and not way:
             source = past.learner_dir(start)
-            _write(checkpoints, step, past.lineage(start), source)
+            checkpoints.write(Position(0, step), past.lineage(start), lambda state: _copy(source, state))
             return
-        with tempfile.TemporaryDirectory(prefix="gspo-fork-") as folder:
-            state = Path(folder) / "state"
-            lineage = _replayed(job.origin.path, step, state)
-            _write(checkpoints, step, lineage, state)
+        lineage = Lineage()  # known once the state is written
+        save = partial(_train_again, job.origin.path, step, lineage)
+        checkpoints.write(Position(0, step), lineage, save)
     except PastError as error:
         raise JobFailure("data_damaged", f"what was brought of {spec.parent.job} is damaged: {error}") from error
     get_logger().info("forked", parent=spec.parent.job, step=step, steps_trained_again=len(way))
-
-
-def _write(checkpoints: CheckpointStore, step: int, lineage: Lineage, state: Path) -> None:
-    checkpoints.write(Position(0, step), lineage, lambda directory: _copy(state, directory))
 
 
 def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
-def _replayed(origin: Path, step: int, state: Path) -> Lineage:
+def _train_again(origin: Path, step: int, lineage: Lineage, state: Path) -> None:
+    """Write the learner's state after ``step`` where it stays, for it is large, and let ``lineage`` become its own."""
     argv = [sys.executable, "-P", "-m", "gspo_core.replay.state_process", str(origin), str(step), str(state)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
+    with tempfile.TemporaryDirectory(dir=state.parent) as scratch:  # a state of its parent's parent is as large
+        env = {**os.environ, "TMPDIR": scratch}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
     said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode == DAMAGED:
         raise PastError(said)
@@ -78,7 +78,7 @@ def _replayed(origin: Path, step: int, state: Path) -> Lineage:
     if done.returncode:
         how = how_it_ended(done.returncode)
         raise AttemptFailed("process_lost", f"the process that trains again what leads to step {step}: {how}; {said}")
-    return Lineage.from_dict(json.loads(done.stdout))
+    lineage.become(Lineage.from_dict(json.loads(done.stdout)))
 
 
 def fed_batches(job: JobDir, spec: JobSpec, after_step: int) -> Iterator[LoggedBatch]:

@@ -82,6 +82,19 @@ def test_a_full_disk_is_told_as_one(job: JobDir, tmp_path: Path, monkeypatch: py
         seeded(job)
 
 
+def test_states_are_written_where_there_is_room_for_them(
+    job: JobDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where temporary files usually go there may be room for little. What a killed trainer leaves here is swept."""
+    ends_with(monkeypatch, tmp_path, f'echo "$6 $TMPDIR" > {tmp_path}/said; exit 120')
+    with pytest.raises(AttemptFailed):
+        seeded(job)
+    for place in (tmp_path / "said").read_text().split():
+        assert Path(place).parents[1] == job.checkpoints
+        assert Path(place).parent.name.startswith(".tmp-ep000000-")
+    assert [*job.checkpoints.iterdir()] == []
+
+
 @pytest.mark.usefixtures("warm_children")
 def test_what_is_damaged_fails_the_job(job: JobDir) -> None:
     [log] = job.origin.batches.iterdir()
