@@ -8,6 +8,7 @@ a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,14 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from gspo_core.descendants import how_it_ended
-from gspo_core.learner import UnsupportedModel
+from gspo_core.learner import UnknownFormat, UnsupportedModel, check_state
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
 from gspo_core.replay.state_process import DAMAGED, UNSUPPORTED
 from gspo_core.spec import JobSpec
-from services.files.checkpoints import CheckpointStore
+from services.files.checkpoints import CheckpointStore, UnknownCheckpointFormat
 from services.files.disk_space import NoRoom, says_no_room
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent
@@ -35,27 +36,47 @@ from services.trainer.telling.failure import AttemptFailed, JobFailure
 
 
 def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
-    """Write the checkpoint that a fork begins with, unless it has one.
+    """Write the checkpoint that a fork begins with, unless it has one that is intact.
 
     Raises JobFailure, UnsupportedModel, AttemptFailed, NoRoom, OSError.
     """
-    if spec.parent is None or checkpoints.positions():
+    if spec.parent is None:
         return
     step, past = spec.parent.step, Past(job.origin.path)
+    found, beginning = checkpoints.positions(), Position(0, step)
+    if _any_intact(checkpoints, found):
+        return
     try:
         start, way = past.way_to(step)
         if start is None and not way and past.origin is None:  # it begins with the model, as its parent did
             return
+        if beginning in found:
+            get_logger().warning("what it was forked with is damaged, and is written again", step=step)
+            checkpoints.remove(beginning)
         if start is not None and not way:
             source = past.learner_dir(start)
-            checkpoints.write(Position(0, step), past.lineage(start), lambda state: _copy(source, state))
+            checkpoints.write(beginning, past.lineage(start), lambda state: _copy(source, state))
             return
         lineage = Lineage()  # known once the state is written
         save = partial(_train_again, job.origin.path, step, lineage)
-        checkpoints.write(Position(0, step), lineage, save)
+        checkpoints.write(beginning, lineage, save)
     except PastError as error:
         raise JobFailure("data_damaged", f"what was brought of {spec.parent.job} is damaged: {error}") from error
     get_logger().info("forked", parent=spec.parent.job, step=step, steps_trained_again=len(way))
+
+
+def _any_intact(checkpoints: CheckpointStore, found: list[Position]) -> bool:
+    """Recovery tells of what another release wrote, and of what cannot be read right now: neither is damaged."""
+    try:
+        return any(checkpoints.is_intact(at, _check) for at in reversed(found))
+    except (OSError, UnknownCheckpointFormat):
+        return True
+
+
+def _check(state: Path) -> None:
+    """Raises InvalidState."""
+    with contextlib.suppress(UnknownFormat):
+        check_state(state)
 
 
 def _copy(source: Path, target: Path) -> None:

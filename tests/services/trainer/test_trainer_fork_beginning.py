@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from gspo_core.learner import UnsupportedModel
+from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
+from gspo_core.replay.past import digests
 from gspo_core.spec import ParentSpec
 from services.files.checkpoints import CheckpointStore
 from services.files.disk_space import NoRoom
@@ -18,8 +22,6 @@ from services.trainer.past.origin import seed
 from services.trainer.telling.failure import AttemptFailed, JobFailure
 from tests.core.learner_support import write_model
 from tests.core.past_kit import make_past, spec_of
-
-SPEC = spec_of(Path("model"), parent={"job": "job_parent", "step": 3})
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +47,9 @@ def ends_with(patch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     patch.setattr(sys, "executable", str(program))
 
 
-def seeded(job: JobDir) -> list[Position]:
+def seeded(job: JobDir, step: int = 3) -> list[Position]:
     checkpoints = CheckpointStore(job)
-    seed(job, SPEC, checkpoints)
+    seed(job, spec_of(Path("model"), parent={"job": "job_parent", "step": step}), checkpoints)
     return [one.position for one in checkpoints.newest_first()]
 
 
@@ -104,6 +106,47 @@ def test_what_is_damaged_fails_the_job(job: JobDir) -> None:
     with pytest.raises(JobFailure, match="job_parent is damaged: DamagedPast") as raised:
         seeded(job)
     assert raised.value.code == "data_damaged"
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "learner.json", "../checkpoint.json"])
+def test_a_damaged_beginning_is_written_again(parent: JobDir, tmp_path: Path, file: str) -> None:
+    """What it was brought is whole."""
+    job = JobDir(tmp_path / "job_child")
+    bring(parent, job, ParentSpec(job=parent.id, step=2))
+    assert seeded(job, step=2) == [Position(0, 2)]
+    state = CheckpointStore(job).learner_dir(Position(0, 2))
+    before = digests(state.parent)
+    changed(state / file)
+    assert seeded(job, step=2) == [Position(0, 2)]
+    assert digests(state.parent) == before
+
+
+def test_an_intact_checkpoint_and_one_of_another_release_stay(parent: JobDir, tmp_path: Path) -> None:
+    job, checkpoints = JobDir(tmp_path / "job_child"), CheckpointStore(JobDir(tmp_path / "job_child"))
+    bring(parent, job, ParentSpec(job=parent.id, step=2))
+    seeded(job, step=2)
+    state = checkpoints.learner_dir(Position(0, 2))
+    checkpoints.write(Position(1, 3), Lineage(step=3), lambda directory: shutil.copytree(state, directory))
+    changed(state / "rank-00000.safetensors")
+    before = digests(job.checkpoints)
+    seeded(job, step=2)
+    assert digests(job.checkpoints) == before
+    manifest = json.loads((state / "learner.json").read_bytes())
+    for at in checkpoints.positions():
+        checkpoints.remove(at)
+
+    def of_another_release(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "learner.json").write_text(json.dumps(manifest | {"format": 99}))
+
+    checkpoints.write(Position(0, 2), Lineage(step=2), of_another_release)
+    before = digests(job.checkpoints)
+    seeded(job, step=2)
+    assert digests(job.checkpoints) == before
 
 
 @pytest.mark.usefixtures("warm_children")
