@@ -141,16 +141,29 @@ class CheckpointStore:
             self._storage.remove(step_name(position), position.epoch)
         return intact[-1].step if len(intact) == keep else 0
 
-    def _is_intact(self, position: Position, check: Callable[[Path], None]) -> bool:
+    def is_intact(self, position: Position, check: Callable[[Path], None]) -> bool:
+        """``check`` as for ``collect``. Raises UnknownFormat; and OSError where it cannot be read right now, which is
+        no damage."""
         try:
             self._read(position)
             files = frozenset(self.describe(position).files)
             if self._checked.get(position) != files:
                 check(self.learner_dir(position))
                 self._checked[position] = files
-        except (OSError, UnknownCheckpointFormat, *DAMAGE):
+        except OSError as error:
+            if error.errno not in LOST:
+                raise
+            return False
+        except DAMAGE:
             return False
         return True
+
+    def _is_intact(self, position: Position, check: Callable[[Path], None]) -> bool:
+        """What cannot be read is none."""
+        try:
+            return self.is_intact(position, check)
+        except (OSError, UnknownCheckpointFormat):
+            return False
 
     def _read(self, position: Position) -> Lineage:
         """The lineage in a checkpoint. Raises UnknownFormat, OSError, one of DAMAGE."""

@@ -32,7 +32,12 @@ def lacks_room(error: BaseException) -> bool:
     """Whether ``error`` says that the disk is full. Safetensors says so only in its message."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
-    return any(f"os error {number}" in str(error) for number in _NO_ROOM)
+    return says_no_room(str(error))
+
+
+def says_no_room(text: str) -> bool:
+    """Whether an error told in ``text``, by Python or by safetensors, is that of a full disk."""
+    return any(f"[Errno {number}]" in text or f"os error {number}" in text for number in _NO_ROOM)
 
 
 def require_room(directory: Path) -> None:

@@ -8,6 +8,7 @@ store does not know which version is current.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -151,10 +152,11 @@ class WeightStore:
             return
         for entry in self._job.weights.iterdir():
             if entry.name.startswith(TEMPORARY_PREFIX):
-                # A long save touches only the file that it writes, not the directory.
-                times = [path.lstat().st_mtime for path in (entry, *entry.rglob("*"))]
-                if self._clock() - max(times) > _TEMPORARY_LIFETIME_S:
-                    shutil.rmtree(entry, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # its writer is alive, and was faster
+                    # A long save touches only the file that it writes, not the directory.
+                    times = [path.lstat().st_mtime for path in (entry, *entry.rglob("*"))]
+                    if self._clock() - max(times) > _TEMPORARY_LIFETIME_S:
+                        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _flush_and_hash(root: Path) -> tuple[WeightFile, ...]:

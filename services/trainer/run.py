@@ -125,9 +125,11 @@ class JobRun:
         await self._reports.stands_still(self._lineage.step, message)
 
     async def _train(self) -> None:
-        status = self._services.status
+        services, status = self._services, self._services.status
         await status.begin()
         await status.explain("loading_model", f"loading {self._spec.model}")
+        # Before the learner: steps that are trained again need the memory of another one.
+        await self._disk.write("what it is forked from", seed, services.job_dir, self._spec, services.checkpoints)
         learner = await asyncio.to_thread(self._make_learner)
         try:
             await self._train_with(learner)
@@ -310,7 +312,6 @@ class JobRun:
     async def _resume(self, learner: AnyLearner) -> None:
         """Resume where earlier epochs stopped, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
-        await self._disk.write("what it is forked from", seed, services.job_dir, self._spec, services.checkpoints)
         job = await services.store.jobs.get(self._job)
         if job.went_back is not None:
             await self._disk.write("where it goes back to", services.checkpoints.go_back, *job.went_back)

@@ -8,63 +8,98 @@ a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from gspo_core.descendants import how_it_ended
+from gspo_core.learner import UnknownFormat, UnsupportedModel, check_state
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from gspo_core.replay.past import Past, PastError
+from gspo_core.replay.state_process import DAMAGED, UNSUPPORTED
 from gspo_core.spec import JobSpec
-from services.files.checkpoints import CheckpointStore
+from services.files.checkpoints import CheckpointStore, UnknownCheckpointFormat
+from services.files.disk_space import NoRoom, says_no_room
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
-from services.trainer.telling.failure import JobFailure
+from services.trainer.telling.failure import AttemptFailed, JobFailure
 
 
 def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
-    """Write the checkpoint that a fork begins with, unless it has one. Raises JobFailure, OSError."""
-    if spec.parent is None or checkpoints.positions():
+    """Write the checkpoint that a fork begins with, unless it has one that is intact.
+
+    Raises JobFailure, UnsupportedModel, AttemptFailed, NoRoom, OSError.
+    """
+    if spec.parent is None:
         return
     step, past = spec.parent.step, Past(job.origin.path)
+    found, beginning = checkpoints.positions(), Position(0, step)
+    if _any_intact(checkpoints, found):
+        return
     try:
         start, way = past.way_to(step)
         if start is None and not way and past.origin is None:  # it begins with the model, as its parent did
             return
+        if beginning in found:
+            get_logger().warning("what it was forked with is damaged, and is written again", step=step)
+            checkpoints.remove(beginning)
         if start is not None and not way:
             source = past.learner_dir(start)
-            _write(checkpoints, step, past.lineage(start), source)
+            checkpoints.write(beginning, past.lineage(start), lambda state: _copy(source, state))
             return
-        with tempfile.TemporaryDirectory(prefix="gspo-fork-") as folder:
-            state = Path(folder) / "state"
-            lineage = _replayed(job.origin.path, step, state)
-            _write(checkpoints, step, lineage, state)
+        lineage = Lineage()  # known once the state is written
+        save = partial(_train_again, job.origin.path, step, lineage)
+        checkpoints.write(beginning, lineage, save)
     except PastError as error:
         raise JobFailure("data_damaged", f"what was brought of {spec.parent.job} is damaged: {error}") from error
     get_logger().info("forked", parent=spec.parent.job, step=step, steps_trained_again=len(way))
 
 
-def _write(checkpoints: CheckpointStore, step: int, lineage: Lineage, state: Path) -> None:
-    checkpoints.write(Position(0, step), lineage, lambda directory: _copy(state, directory))
+def _any_intact(checkpoints: CheckpointStore, found: list[Position]) -> bool:
+    """Recovery tells of what another release wrote, and of what cannot be read right now: neither is damaged."""
+    try:
+        return any(checkpoints.is_intact(at, _check) for at in reversed(found))
+    except (OSError, UnknownCheckpointFormat):
+        return True
+
+
+def _check(state: Path) -> None:
+    """Raises InvalidState."""
+    with contextlib.suppress(UnknownFormat):
+        check_state(state)
 
 
 def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
-def _replayed(origin: Path, step: int, state: Path) -> Lineage:
+def _train_again(origin: Path, step: int, lineage: Lineage, state: Path) -> None:
+    """Write the learner's state after ``step`` where it stays, for it is large, and let ``lineage`` become its own."""
     argv = [sys.executable, "-P", "-m", "gspo_core.replay.state_process", str(origin), str(step), str(state)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
+    with tempfile.TemporaryDirectory(dir=state.parent) as scratch:  # a state of its parent's parent is as large
+        env = {**os.environ, "TMPDIR": scratch}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, preexec_fn=die_with_parent())
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    if done.returncode == DAMAGED:
+        raise PastError(said)
+    if done.returncode == UNSUPPORTED:
+        raise UnsupportedModel(said)
+    if done.returncode and says_no_room(done.stderr):
+        raise NoRoom(said)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-        raise PastError(said[-1])
-    return Lineage.from_dict(json.loads(done.stdout))
+        how = how_it_ended(done.returncode)
+        raise AttemptFailed("process_lost", f"the process that trains again what leads to step {step}: {how}; {said}")
+    lineage.become(Lineage.from_dict(json.loads(done.stdout)))
 
 
 def fed_batches(job: JobDir, spec: JobSpec, after_step: int) -> Iterator[LoggedBatch]:

@@ -13,11 +13,16 @@ import pytest
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from services.files.batch_log import BatchLog
+from services.files.bucket import Bucket
+from services.files.bucket_models import fetch_from
 from services.files.checkpoints import CheckpointStore
+from services.files.data_dir import HubKind
+from services.files.durable import whole_directory
 from services.files.job_dir import JobDir
 from services.files.job_records import JobRecords
 from services.files.trained_log import TrainedLog
 from services.files.weights import WeightStore
+from tests.services.files.file_events import recorded
 from tests.services.trainer.trainer_kit import group
 
 Write = Callable[[Path], object]
@@ -82,3 +87,35 @@ def test_a_disk_that_is_full_at_any_flush_costs_only_another_try(
         assert is_there(job_dir)
         assert not list(job_dir.rglob(".tmp-*"))
     assert faulty > 3
+
+
+def _a_bucket(folder: Path) -> None:
+    (bucket := folder / "bucket").mkdir()
+    (bucket / "config.json").write_text("{}")
+    (bucket / "model.safetensors").write_bytes(b"weights")
+    fetch_from(Bucket.at(f"file://{bucket}"), HubKind.MODEL, folder / "model")
+
+
+def _a_tree(folder: Path) -> None:
+    with whole_directory(folder / "tree") as directory:
+        (directory / "below").mkdir()
+        (directory / "below" / "file").write_bytes(b"content")
+        (directory / "link").symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("write", "named", "files"),
+    [
+        (_a_bucket, "model", {"*/config.json", "*/model.safetensors"}),
+        (_a_tree, "tree", {"*/below/file"}),
+    ],
+)
+def test_contents_are_flushed_before_a_directory_has_its_name(
+    write: Write, named: str, files: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded(monkeypatch, tmp_path.parent) as events:
+        write(tmp_path)
+    at = events.index(("name", f"{tmp_path.name}/{named}"))
+    flushed = [path.removeprefix(f"{tmp_path.name}/") for kind, path in events[:at] if kind == "flush"]
+    assert files <= set(flushed)
+    assert flushed[-1] == "*", "its names, after what they name"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,22 @@ class TestKilledWriter:
             os.utime(old, (0, 0))
         WeightStore(JobDir(job_dir)).collect(set())
         assert (temporary / "model.safetensors").exists()
+
+    @pytest.mark.parametrize("vanishes", [".tmp-zombie", ".tmp-zombie/part"])
+    def test_what_vanishes_while_it_is_swept_is_swept(
+        self, job_dir: Path, monkeypatch: pytest.MonkeyPatch, vanishes: str
+    ) -> None:
+        """A trainer that lost the job may wake, and write."""
+        (job_dir / "weights" / ".tmp-zombie" / "part").mkdir(parents=True)
+        lstat = Path.lstat
+
+        def vanish(path: Path) -> os.stat_result:
+            if path.name == ".tmp-zombie":
+                shutil.rmtree(job_dir / "weights" / vanishes, ignore_errors=True)
+            return lstat(path)
+
+        monkeypatch.setattr(Path, "lstat", vanish)
+        WeightStore(JobDir(job_dir)).collect(set())
 
     def test_killed_at_any_moment_a_version_is_whole_or_absent(self, job_dir: Path) -> None:
         """Kill after ever longer delays, until the writer gets through."""

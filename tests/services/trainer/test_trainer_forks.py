@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.learner import Learner
 from gspo_core.log.changes import Without
+from gspo_core.position import Position
 from gspo_core.replay.past import NotKept, Past
 from gspo_core.replay.question import ReplayQuestion
 from gspo_core.replay.replaying import replay
@@ -34,6 +36,7 @@ from tests.services.trainer.loop_kit import (
     fingerprint,
     fork_of,
     loop_spec,
+    make_learner,
     plain_loop,
     saved,
     serve,
@@ -262,6 +265,23 @@ async def test_a_fork_needs_its_parent_no_more(
         shutil.rmtree(loop.job_dir)
         await serve(child)
     assert fingerprint(saved(child)) == there
+
+
+async def test_no_learner_stands_beside_the_one_that_trains_again(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may have the memory of one: what a fork begins with is written before its learner is made."""
+    found = list[list[Position]]()
+
+    def make() -> Learner:
+        found.append(CheckpointStore(JobDir(child.job_dir)).positions())
+        return make_learner(child.spec)
+
+    async with a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, steps=4), monkeypatch) as loop:
+        await serve(loop)
+        child = await fork_of(loop, child_spec(loop, 3, same_batches=True))
+        await serve(child, make)
+    assert found == [[Position(0, 3)]]
 
 
 async def test_a_plan_says_what_is_trained_again(
