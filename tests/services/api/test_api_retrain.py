@@ -120,6 +120,7 @@ async def test_a_repeated_request_makes_one_job(http: httpx.AsyncClient, job: st
         ({"rewards": {"999/0": 1.0}}, 422, "there is no episode 999/0"),
         ({"last": 2, "rewards": {FIRST: 1.0}}, 422, f"there is no episode {FIRST}"),
         ({"rewards": {"x": 1.0}}, 422, "x names no episode"),
+        ({"rewards": {f"{'1' * 5000}/0": 1.0}}, 422, "names no episode"),
         ({"rewards": {FIRST: 2e15}}, 422, "less than or equal to 1000000000000000"),
         ({"traces": [{"1": -2e15}]}, 422, "greater than or equal to -1000000000000000"),
         ({"rewards": {FIRST: 1.0}, "set": PARTS}, 422, "only parts of rewards are compared"),
