@@ -63,10 +63,7 @@ async def submit(
     if held is None:
         # An earlier request of this key may have got no further than what it brought.
         job_id = (await context.store.jobs.under(own_key) if own_key else None) or job_id
-        require_reasonable(spec)
-        await check_model(context, spec, caller)
-        await check_environments(context, spec)
-        pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+        pinned = await checked(context, spec, caller)
         unused = JobRecords(context.history.job_dir(job_id))
         try:
             async with _kept(context, spec):
@@ -87,6 +84,14 @@ async def submit(
                 await asyncio.to_thread(unused.forget_prepared)
             return made
     return await create(filled_in_as(model_as(pinned_as(spec, held), held), held))
+
+
+async def checked(context: ApiContext, spec: Spec, caller: Caller) -> Spec:
+    """With its environments pinned. Raises RequestRefused for what is refused whatever the job is made from."""
+    require_reasonable(spec)
+    await check_model(context, spec, caller)
+    await check_environments(context, spec)
+    return await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
 
 
 def require_reasonable(spec: JobSpec) -> None:
