@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.invariants import MAX_COUNT
-from gspo_core.log.transcript import by_branch, spent_view, tokens_view, turns_view
+from gspo_core.log.transcript import arrivals, by_branch, spent_view, tokens_view, turns_view
 from gspo_core.messages import ToolSchema
 from gspo_core.position import Position
 from gspo_core.types import NOTHING, EpisodeKey, Segment
@@ -186,23 +186,25 @@ async def follow_episode(
     A stream is resumed after `Last-Event-ID`. A turn that grows comes again; `attempt` says that it starts anew.
     """
     # few episodes are watched
-    from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
+    from services.api.http.episode_stream import Arrivals, EpisodeState, frames, happenings, parse_position
 
     after = None if last_event_id is None else parse_position(last_event_id)
     if last_event_id is not None and after is None:
         raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is not a position", param="last-event-id")
 
-    async def read() -> EpisodeDetail:
-        return await get_episode(job, group, member, DetailQuery(), context)
+    async def read() -> tuple[EpisodeDetail, Arrivals]:
+        detail, segments = await _read(job, group, member, DetailQuery(), context)
+        return detail, arrivals(segments)
 
     async def look() -> EpisodeState:
         view = await _open(context, await context.store.jobs.get(job), group)
         episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
         return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
 
-    detail = await read()
+    detail, arrived = await read()
     if "text/event-stream" not in accept.lower():
-        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in happenings(detail, after)]
+        told = happenings(detail, arrived, after)
+        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in told]
         return page(found, max(1, len(found)))
     stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
     return BoundedStream(stream, media_type="text/event-stream", headers=sse.HEADERS)
@@ -213,6 +215,12 @@ async def get_episode(
     job: str, group: GroupNumber, member: MemberNumber, query: Annotated[DetailQuery, Query()], context: ContextOf
 ) -> EpisodeDetail:
     """One episode turn by turn, also while it runs."""
+    return (await _read(job, group, member, query, context))[0]
+
+
+async def _read(
+    job: str, group: int, member: int, query: DetailQuery, context: ApiContext
+) -> tuple[EpisodeDetail, Sequence[Segment]]:
     record = await context.store.jobs.get(job)
     view = await _open(context, record, group)
     if view is None:
@@ -224,12 +232,15 @@ async def get_episode(
     environment = await context.store.environments.get(record.id, view.environment)
     tools = None if environment is None else environment.get("tools")
     base = open_group(record.id, view)
-    return await asyncio.to_thread(
+    detail = await asyncio.to_thread(
         _detail, context, record, base, open_episode(one, segments), segments, tools, query.include == "tokens"
     )
+    return detail, segments
 
 
-async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, query: DetailQuery) -> EpisodeDetail:
+async def _trained_detail(
+    context: ApiContext, job: JobRecord, key: EpisodeKey, query: DetailQuery
+) -> tuple[EpisodeDetail, Sequence[Segment]]:
     position, group = await asyncio.to_thread(context.history.find, job, key.group)
     found = [one for one in group if one.key.member == key.member]
     if not found:
@@ -241,7 +252,8 @@ async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, 
     segments, with_tokens = found[0].segments, query.include == "tokens"
     known = await asyncio.to_thread(context.history.trained, job, position) if with_tokens else {}
     trained = known.get((key.group, key.member))
-    return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
+    shown = await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
+    return shown, segments
 
 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:

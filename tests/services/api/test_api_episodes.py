@@ -463,3 +463,38 @@ async def test_an_episode_is_followed_while_it_is_played_and_when_it_starts_agai
     assert [one["event"] for one in seen] == ["turn", "attempt", *["turn"] * len(replies), "outcome", "end"]
     assert [json.loads(one["data"]) for one in seen[2:-2]] == json.loads(json.dumps(shown))
     assert rest == seen[1:]
+
+
+async def test_branches_that_grow_at_the_same_time_are_told_as_they_arrive(
+    store: Store, bus: Bus, job: RecordedJob, tmp_path: Path, model_dir: Path
+):
+    group = job.open_group + 1
+    await bus.dispatch(job.id, job.claim.token, group, size=1, split=Split.TRAIN, task_index=0)
+    token = await bus.join("rollout-1")
+    (key,) = [lease.key for lease in await bus.lease(job.id, "rollout-1", token, 10) if lease.key.group == group]
+    player = Player(load_codec(model_dir), load_environment(REF))
+    first, *_ = await player.play(key, 0, ["1"], [6])
+    places = [(0, 0), (1, 1), (0, 2), (1, 1), (0, 3)]
+    grown = [dataclasses.replace(first, index=n, branch=b, turn=t) for n, (b, t) in enumerate(places)]
+    seen: list[dict[str, str]] = []
+    async with application(store, jobs_dir=tmp_path) as app:
+        context = app.state.context
+        request = {"job": job.id, "group": group, "member": 0, "context": context, "accept": "text/event-stream"}
+        stream = (await follow_episode(**request, last_event_id=None)).body_iterator
+        for number, one in enumerate(grown, 1):
+            await bus.append(job.id, token, [Append(key, 0, one.index, encode(one), one.is_final, one.version)])
+            async with asyncio.timeout(HANG_S):
+                while len(seen) < number:
+                    seen.extend(blocks((await anext(stream)).decode()))
+        for place in range(len(seen)):
+            cut = (await follow_episode(**request, last_event_id=seen[place]["id"])).body_iterator
+            rest: list[dict[str, str]] = []
+            # The second turn has grown since it was told first: it comes once, where it is now.
+            expected = [one["id"] for number, one in enumerate(seen) if number > place and number != 1]
+            async with asyncio.timeout(HANG_S):
+                while len(rest) < len(expected):
+                    rest.extend(blocks((await anext(cut)).decode()))
+            assert [one["id"] for one in rest] == expected
+    assert [one["event"] for one in seen] == ["turn"] * len(places)
+    assert [json.loads(one["data"])["turn"] for one in seen] == [turn for _, turn in places]
+    assert [one["id"] for one in seen] == [f"0-{first.num_tokens * number}" for number in range(1, len(places) + 1)]
