@@ -45,6 +45,8 @@ Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
 ERASED = "this episode was erased: its tokens and log-probs are gone"
+# Of one that is settled, or begins anew, between the two reads of a look.
+MAX_LOOKS = 3
 # A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
@@ -159,10 +161,10 @@ async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], conte
 async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSummary:
     """One group with its episodes."""
     record = await context.store.jobs.get(job)
-    view = await _open(context, record, group)
-    if view is not None:
-        episodes = [open_episode(one, await _segments(context, one)) for one in view.episodes]
-        return _with_rewards(open_group(record.id, view), episodes)
+    found = await _read_open(context, record, group)
+    if found is not None:
+        view, read = found
+        return _with_rewards(open_group(record.id, view), [open_episode(*one) for one in read])
     position, _ = await asyncio.to_thread(context.history.find, record, group)
     summaries = await asyncio.to_thread(_of_batch, context, record, position)
     return next(one for one in summaries if one.group == group)
@@ -222,13 +224,13 @@ async def _read(
     job: str, group: int, member: int, query: DetailQuery, context: ApiContext
 ) -> tuple[EpisodeDetail, Sequence[Segment]]:
     record = await context.store.jobs.get(job)
-    view = await _open(context, record, group)
-    if view is None:
+    found = await _read_open(context, record, group, member)
+    if found is None:
         return await _trained_detail(context, record, EpisodeKey(record.id, group, member), query)
-    if member >= len(view.episodes):
+    view, read = found
+    if not read:
         raise EpisodeNotKept(EpisodeKey(record.id, group, member))
-    one = view.episodes[member]
-    segments = await _segments(context, one)
+    one, segments = read[0]
     environment = await context.store.environments.get(record.id, view.environment)
     tools = None if environment is None else environment.get("tools")
     base = open_group(record.id, view)
@@ -354,6 +356,31 @@ def _take(
 async def _open(context: ApiContext, job: JobRecord, group: int) -> GroupView | None:
     found = await context.bus.groups(job.id, after=group - 1, limit=1)
     return found[0] if found and found[0].group == group else None
+
+
+async def _read_open(
+    context: ApiContext, job: JobRecord, group: int, member: int | None = None
+) -> tuple[GroupView, list[tuple[EpisodeView, tuple[Segment, ...]]]] | None:
+    """A group with its episodes, or one of them, as they were at one moment each; None: it is not open."""
+    view, read = None, list[tuple[EpisodeView, tuple[Segment, ...]]]()
+    for _ in range(MAX_LOOKS):
+        view = await _open(context, job, group)
+        if view is None:
+            return None
+        wanted = view.episodes if member is None else view.episodes[member : member + 1]
+        read = [(one, await _segments(context, one)) for one in wanted]
+        if all(_is_whole(*one) for one in read):
+            break
+    return None if view is None else (view, read)
+
+
+def _is_whole(episode: EpisodeView, segments: Sequence[Segment]) -> bool:
+    """Whether it has not been settled or begun anew since it was seen so; of one that was given up, nothing is left."""
+    if episode.stage is Stage.DEAD:
+        return True
+    has_outcome = any(one.outcome is not None for one in segments)
+    is_of_attempt = all(one.attempt == episode.attempt for one in segments)
+    return is_of_attempt and len(segments) >= episode.num_segments and (has_outcome or episode.stage is not Stage.DONE)
 
 
 async def _segments(context: ApiContext, episode: EpisodeView) -> tuple[Segment, ...]:

@@ -17,12 +17,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gspo_core.chat import load_codec, load_tokenizer
-from gspo_core.codec import encode
+from gspo_core.codec import decode, encode
 from gspo_core.env import load_environment
 from gspo_core.log.transcript import token_texts
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.types import Segment, Split
+from gspo_core.types import EpisodeKey, Group, Segment, Split, Trajectory
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.routes.telemetry import SHOWN
 from services.files.batch_log import BatchLog, LoggedBatch
@@ -30,7 +30,7 @@ from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobStatus
-from services.state.queue import Append, Bus
+from services.state.queue import Append, Bus, GroupView
 from services.state.store import Store
 from tests.patience import HANG_S
 from tests.services.api.api_kit import application, error_of, http_to, parse_frames
@@ -394,6 +394,35 @@ async def test_an_export_holds_every_trained_episode_once_as_it_is_shown(http: h
     assert {json.loads(line)["step"] for line in some} == {3, 4}
     tokens = json.loads(some[0])["tokens"]
     assert len(tokens["logprob"]) == len(tokens["version"]) == len(tokens["id"]) > 0
+
+
+@pytest.mark.parametrize("path", ["groups/{}/{}", "episodes/{}/{}/0", "episodes/{}/{}/0/events"])
+async def test_an_episode_that_is_trained_while_it_is_read_has_its_turns_and_its_reward(
+    store: Store, bus: Bus, job: RecordedJob, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The trainer commits its group between the two reads of a look."""
+    segments = tuple(map(decode, await bus.read_episode(EpisodeKey(job.id, job.open_group, 0))))
+    group = Group(job.id, job.open_group, Split.TRAIN, 0, GROUP_SIZE, (Trajectory(segments),))
+    async with application(store, jobs_dir=tmp_path) as app, http_to(app) as http:
+        looking = app.state.context.bus
+        see = looking.groups
+
+        async def see_and_commit(*args: Any, **options: Any) -> list[GroupView]:
+            found: list[GroupView] = await see(*args, **options)
+            if found:
+                BatchLog(JobDir(tmp_path / job.id)).write(job.claim.epoch, job.num_steps + 1, [group], {})
+                await bus.commit(job.id, job.claim.token, job.num_steps + 1, [job.open_group])
+            return found
+
+        monkeypatch.setattr(looking, "groups", see_and_commit)
+        shown = (await http.get("/v1/" + path.format(job.id, job.open_group))).json()
+    if "events" in path:
+        *turns, outcome = shown["data"]
+        found = (outcome["data"]["status"], outcome["data"]["reward"], len(turns))
+    else:
+        episode = shown["episodes"][0] if "episodes" in shown else shown
+        found = (episode["status"], episode["reward"], episode["num_turns"])
+    assert found == ("trained", Trajectory(segments).reward, 2)
 
 
 # Live
