@@ -24,6 +24,7 @@ from gspo_core.types import Segment
 from services.api.http import audit
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
 from services.api.views.store_views import Page, View, page
@@ -177,8 +178,7 @@ async def list_traces(id: str, query: Annotated[TraceQuery, Query()], context: C
     found = [one async for one in _traces(context, job) if query.user in (None, one[0].user)]
     found = [one for one in found if query.key in (None, one[0].key)][::-1]
     views = await asyncio.to_thread(lambda: [_trace_view(job, one) for one in found])
-    begin = next((place + 1 for place, one in enumerate(views) if one.id == query.after), 0)
-    return page(views[begin : begin + query.limit + 1], query.limit)
+    return page(after_id(views, query.after, query.limit), query.limit)
 
 
 @router.get("/traces.ndjson", response_class=StreamingResponse)

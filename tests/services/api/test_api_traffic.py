@@ -99,6 +99,9 @@ async def test_what_was_said_is_listed_read_downloaded_and_erased(
     assert [one["id"] for one in of_bob] == ["8"]
     second = await http.get(f"/v1/jobs/{job}/traces?limit=1&after=9")
     assert ([one["id"] for one in second.json()["data"]], second.json()["has_more"]) == (["8"], True)
+    for after in ("nonsense", "10"):
+        refused = await http.get(f"/v1/jobs/{job}/traces?after={after}")
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid_cursor")
     one = (await http.get(f"/v1/jobs/{job}/traces/8?include=tokens")).json()
     assert (one["tokens"]["id"], one["tokens"]["version"]) == ([1, 2, 3] * 2, [4] * 6)
     assert [turn["turn"] for turn in one["turns"]] == [0, 1]
