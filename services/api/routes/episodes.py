@@ -117,6 +117,9 @@ async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: C
     """Open groups, or trained ones."""
     job = await context.store.jobs.get(id)
     if query.status == "open":
+        if query.step is not None:
+            what = "open groups are of no step yet; leave it out, or ask for status=trained"
+            raise RequestRefused(422, "validation_failed", what, param="step")
         after = -1 if query.after is None else _number_in(query.after, job)
         found = await context.bus.groups(job.id, after=after, limit=query.limit + 1)
         return page([open_group(job.id, one) for one in found], query.limit)

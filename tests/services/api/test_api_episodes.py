@@ -80,6 +80,11 @@ async def test_trained_groups_come_newest_step_first_page_by_page(http: httpx.As
     assert error_of(refused)["code"] == "invalid_cursor"
 
 
+async def test_open_groups_are_of_no_step(http: httpx.AsyncClient, job: RecordedJob):
+    refused = await http.get(f"/v1/jobs/{job.id}/groups?status=open&step=3")
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "step")
+
+
 async def test_a_group_shows_rewards_advantages_and_versions_side_by_side(http: httpx.AsyncClient, job: RecordedJob):
     group = (await http.get(f"/v1/groups/{job.id}/4")).json()
     assert (group["status"], group["step"], group["id"]) == ("trained", 3, f"{job.id}/4")
