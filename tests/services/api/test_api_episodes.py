@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,19 @@ async def test_trained_groups_come_newest_step_first_page_by_page(http: httpx.As
 async def test_open_groups_are_of_no_step(http: httpx.AsyncClient, job: RecordedJob):
     refused = await http.get(f"/v1/jobs/{job.id}/groups?status=open&step=3")
     assert (refused.status_code, error_of(refused)["param"]) == (422, "step")
+
+
+async def test_a_tokenizer_that_cannot_be_read_hides_no_episode(
+    store: Store, bus: Bus, tmp_path: Path, model_dir: Path
+):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    job = await record_job(store, bus, tmp_path / "jobs", model, num_steps=1)
+    async with application(store, jobs_dir=tmp_path / "jobs") as app, http_to(app) as http:
+        for content in ("", "{}", "[1]", '{"version": "1.0"}'):
+            (model / "tokenizer.json").write_text(content)
+            shown = await http.get(f"/v1/episodes/{job.id}/0/0")
+            assert shown.status_code == 200, shown.text
+            assert "only token ids are" in shown.json()["note"]
 
 
 async def test_a_group_shows_rewards_advantages_and_versions_side_by_side(http: httpx.AsyncClient, job: RecordedJob):
