@@ -23,7 +23,7 @@ from gspo_core.log.transcript import by_branch, tokens_view, turns_view
 from gspo_core.types import Segment
 from services.api.http import audit
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.errors import RequestRefused
+from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
@@ -132,13 +132,15 @@ class Erased(View):
     num_segments: int
 
 
-@router.post("/talk_keys", status_code=201)
+@router.post("/talk_keys", status_code=201, responses=documented(409))
 async def make_talk_key(
     id: str, query: Annotated[TalkKeyQuery, Query()], response: Response, context: ContextOf
 ) -> NewTalkKeyView:
     """Make a key that talks to the newest weights of a job, as long as the job runs. What it says is recorded, and not
     trained."""
     job = await context.store.jobs.get(id)
+    if job.status.is_terminal:
+        raise RequestRefused(409, "job_over", f"{id} is over: nothing answers its keys", headers=FINAL)
     now = time.time()
     given = TalkKeyRecord(
         id=secrets.token_hex(6),

@@ -114,6 +114,13 @@ async def test_what_was_said_is_listed_read_downloaded_and_erased(
     assert (await http.delete(f"/v1/jobs/{job}/traces")).status_code == 422
 
 
+async def test_a_job_that_is_over_gets_no_key(http: httpx.AsyncClient, store: Store, job: str) -> None:
+    await store.jobs.set_desired_state(job, "cancelled")
+    refused = await http.post(f"/v1/jobs/{job}/talk_keys")
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "job_over")
+    assert (await http.get(f"/v1/jobs/{job}/talk_keys")).json()["data"] == []
+
+
 async def test_redacted_turns_are_shown_as_the_texts_that_they_are(
     http: httpx.AsyncClient, store: Store, job: str
 ) -> None:
