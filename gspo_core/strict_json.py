@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import NoReturn
 
 from gspo_core.json_value import JSON
 
 # Deep enough for anything that a person writes; far from where Python's own stack ends.
 MAX_DEPTH = 64
+# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class TextRejected(ValueError):
@@ -42,6 +45,17 @@ def parse(text: str | bytes | bytearray) -> JSON:
         raise TextRejected(str(error)) from None
     _check_depth(value)
     return value
+
+
+def has_half_a_character(text: bytes | bytearray, value: JSON) -> bool:
+    """Whether the value of the text holds half of a surrogate pair, which no UTF-8 can say."""
+    if _SURROGATE.search(text) is None:
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

@@ -70,7 +70,10 @@ class _FileTokenizer:
 
         if not path.is_file():
             raise UnsuitableTokenizer(f"{path} does not exist; a model directory holds its tokenizer in this file")
-        self._backend = Backend.from_file(str(path))
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library knows no other type
+            raise UnsuitableTokenizer(f"{path} cannot be read: {error}") from None
         added = self._backend.get_added_tokens_decoder().values()
         control = [token for token in added if token.content.strip()]
         self.control_tokens = tuple(token.content for token in control)

@@ -124,6 +124,16 @@ def by_branch(segments: Sequence[Segment]) -> list[Segment]:
     return sorted(segments, key=lambda one: order[one.branch])
 
 
+def arrivals(segments: Sequence[Segment]) -> dict[int, int]:
+    """How many tokens the episode had when each turn's last token had arrived."""
+    found, num_tokens = dict[int, int](), 0
+    for one in sorted(segments, key=lambda segment: segment.index):
+        num_tokens += one.num_tokens
+        if one.num_tokens or one.turn not in found:
+            found[one.turn] = num_tokens
+    return found
+
+
 def tokens_view(
     segments: Sequence[Segment], tokenizer: ReadingTokenizer | None, trained: NDArray[np.float32] | None = None
 ) -> TokenColumns:

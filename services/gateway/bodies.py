@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from gspo_core import strict_json
@@ -37,8 +35,6 @@ IN_THREAD_BYTES = 256 << 10
 # A thousand messages with sixty tools have a tenth of it. Made of so many empty lists, a body holds the interpreter for
 # some 30 ms.
 MAX_NODES = 300_000
-# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyTooLarge(Exception):
@@ -130,11 +126,9 @@ def parsed(data: bytes | bytearray) -> JSON:
         raise Refusal(RefusalKind.INVALID, f"the body has more than {MAX_NODES} values and names")
     try:
         value = strict_json.parse(data)
-        if _SURROGATE.search(data):
-            msgspec.json.encode(value)
     except strict_json.TextRejected as error:
         where = f" (line {error.line}, column {error.column})" if error.line else ""
         raise Refusal(RefusalKind.INVALID, f"the body is not JSON: {error}{where}") from None
-    except UnicodeEncodeError:
-        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character") from None
+    if strict_json.has_half_a_character(data, value):
+        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character")
     return value

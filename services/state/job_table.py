@@ -146,8 +146,8 @@ class JobTable(JobClaims):
     async def set_desired_state(
         self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
     ) -> JobRecord:
-        """Record the user's wish; the owner carries it out. A job that waits for a trainer is cancelled at once, if it
-        is queued or nothing of it is to be drained or saved.
+        """Record the user's wish; the owner carries it out. A job that waits for a trainer is cancelled at once, if
+        nothing of it has begun, or nothing is to be drained or saved.
 
         Repeating a wish is no error; a cancellation cannot be undone, only its ``manner`` can change, and a finished
         job accepts no other wish (IllegalTransition). Raises JobNotFound.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gspo_core.log.branches import links
-from gspo_core.log.transcript import by_branch, tokens_view, turns_view
+from gspo_core.log.transcript import arrivals, by_branch, tokens_view, turns_view
 from gspo_core.messages import ParsedTurn
 from gspo_core.types import Asked, EpisodeKey, Repeated, Segment, Trajectory
 from tests.core.segments import JOB, segment
@@ -30,6 +30,14 @@ def test_each_turn_is_shown_in_one_piece() -> None:
     turns = turns_view(by_branch(interleaved()), None, None)
     assert [(one["branch"], one["turn"], one["num_actions"]) for one in turns] == [(0, 0, 6), (1, 1, 6), (2, 2, 3)]
     assert [one["end_token"] for one in turns[:-1]] == [one["first_token"] for one in turns[1:]]
+
+
+def test_turns_stand_where_their_last_token_arrived() -> None:
+    """Not where the outcome did, which has none."""
+    segments = interleaved()
+    assert arrivals(segments) == arrivals(by_branch(segments)) == {0: 12, 2: 16, 1: 20}
+    end = replace(segments[-1], turn=0, untrained_turns=())
+    assert arrivals((*segments[:-1], end)) == {0: 12, 2: 16, 1: 20}
 
 
 def test_log_probs_of_training_find_their_tokens() -> None:

@@ -1,8 +1,8 @@
 """An episode as server-sent events, turn by turn while it is played.
 
-One rule: a client's position is the attempt and the number of tokens that it has seen, so any API process can take over
-from any other, and everything sent comes from the queue or the batch log. A turn that grows is sent again as a whole,
-under a higher position.
+One rule: a client's position is the attempt and the number of tokens that had arrived with what it has seen, so any API
+process can take over from any other, and everything sent comes from the queue or the batch log. Turns are sent as they
+arrive, also where branches grow at the same time; one that grows is sent again as a whole, under a higher position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
@@ -29,7 +29,9 @@ Position = tuple[int, int]
 EpisodeState: TypeAlias = tuple[int, int, str] | Literal["settled"]
 """Attempt, number of segments and stage of an open episode: differs when the episode has changed."""
 Look = Callable[[], Awaitable[EpisodeState]]
-Read = Callable[[], Awaitable[EpisodeDetail]]
+Arrivals = Mapping[int, int]
+"""By turn, the position that a client has with it."""
+Read = Callable[[], Awaitable[tuple[EpisodeDetail, Arrivals]]]
 
 
 class NewAttempt(TypedDict):
@@ -56,14 +58,14 @@ def parse_position(text: str) -> Position | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def happenings(detail: EpisodeDetail, after: Position | None) -> Iterator[Happening]:
+def happenings(detail: EpisodeDetail, arrivals: Arrivals, after: Position | None) -> Iterator[Happening]:
     """Everything that is new to a client that has seen the episode up to ``after``."""
     if after is not None and detail.attempt > after[0]:
         yield Happening("attempt", {"attempt": detail.attempt}, f"{detail.attempt}-0")
     known = after[1] if after is not None and after[0] == detail.attempt else 0
-    for turn in detail.turns:
-        if turn["end_token"] > known:
-            yield Happening("turn", turn, f"{detail.attempt}-{turn['end_token']}")
+    for turn in sorted(detail.turns, key=lambda one: arrivals[one["turn"]]):
+        if arrivals[turn["turn"]] > known:
+            yield Happening("turn", turn, f"{detail.attempt}-{arrivals[turn['turn']]}")
     if detail.status in _OVER:
         outcome: EpisodeOutcome = {
             "status": detail.status,
@@ -87,11 +89,11 @@ async def frames(
             if seen is None or now != seen:
                 seen = now
                 try:
-                    detail = await read()
+                    detail, arrivals = await read()
                 except (EpisodeNotKept, GroupNotKept) as error:
                     yield frame("gone", {"message": str(error)}) + frame("end", {})
                     return
-                for one in happenings(detail, after):
+                for one in happenings(detail, arrivals, after):
                     yield frame(one.type, one.data, one.id or None)
                     after = parse_position(one.id) or after
                     quiet_since = clock()

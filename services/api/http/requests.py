@@ -181,10 +181,14 @@ class _StrictRequest(Request):
 
     async def json(self) -> JsonValue:
         try:
-            parsed: JsonValue = strict_json.parse(await self.body())
+            body = await self.body()
+            parsed: JsonValue = strict_json.parse(body)
         except strict_json.TextRejected as error:
             where = f" (line {error.line}, column {error.column})" if error.line else ""
             raise RequestRefused(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
+        if strict_json.has_half_a_character(body, parsed):
+            what = "the body holds half of a surrogate pair, which is no character"
+            raise RequestRefused(400, "invalid_json", what)
         return parsed
 
     async def _read(self) -> bytes:

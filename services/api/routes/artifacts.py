@@ -13,7 +13,7 @@ from services.api.http.errors import RequestRefused
 from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
 from services.api.views.checkpoint_views import CheckpointView, described_of, places_of
-from services.api.views.store_views import Page, View, page
+from services.api.views.store_views import Page, Said, View, page
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 
@@ -54,9 +54,9 @@ class JobEnvironmentView(View):
     id: str
     index: int
     ref: str
-    config: dict[str, Any]
+    config: Said[dict[str, Any]]
     weight: float
-    description: dict[str, Any] | None
+    description: Said[dict[str, Any] | None]
     """`num_tasks`, `tools`, `limits` and so on; null until a worker has loaded it."""
 
 

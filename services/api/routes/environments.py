@@ -25,7 +25,7 @@ from services.api.http.listing import after_id
 from services.api.http.requests import read_bounded
 from services.api.http.routers import v1_router
 from services.api.submission.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
-from services.api.views.store_views import Page, View, page
+from services.api.views.store_views import Page, Said, View, page
 from services.files.environments.named_urls import AddressNamed
 from services.files.environments.registry import (
     NAME,
@@ -165,13 +165,13 @@ class EnvironmentView(View):
     version: int
     status: Literal["validating", "ready", "invalid"]
     """`validating` until a rollout worker has examined it."""
-    source: dict[str, Any]
-    agent: dict[str, Any] | None
+    source: Said[dict[str, Any]]
+    agent: Said[dict[str, Any] | None]
     """How its agent is started, if it has one."""
     digest: str
     """Of its content: the same content is the same version."""
     created_at: str
-    failures: list[str]
+    failures: Said[list[str]]
     """Why it is invalid."""
 
 
@@ -181,7 +181,7 @@ class ReportView(View):
     object: Literal["environment.report"] = "environment.report"
     environment: str
     ok: bool
-    checks: list[dict[str, Any]]
+    checks: Said[list[dict[str, Any]]]
 
 
 class TrialView(View):
@@ -189,7 +189,7 @@ class TrialView(View):
 
     object: Literal["environment.trial"] = "environment.trial"
     environment: str
-    transcript: list[dict[str, Any]]
+    transcript: Said[list[dict[str, Any]]]
     stop_reason: str | None
     reward: float
     reward_parts: dict[str, float]
@@ -201,7 +201,7 @@ class TasksView(View):
     object: Literal["environment.tasks"] = "environment.tasks"
     environment: str
     total: int
-    tasks: list[dict[str, Any]]
+    tasks: Said[list[dict[str, Any]]]
 
 
 class SchemaView(View):
@@ -209,7 +209,7 @@ class SchemaView(View):
 
     object: Literal["environment.schema"] = "environment.schema"
     environment: str
-    description: dict[str, Any]
+    description: Said[dict[str, Any]]
 
 
 @router.post("", status_code=201, responses={200: {"model": EnvironmentView}, **_ASKING})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.invariants import MAX_COUNT
-from gspo_core.log.transcript import by_branch, spent_view, tokens_view, turns_view
+from gspo_core.log.transcript import arrivals, by_branch, spent_view, tokens_view, turns_view
 from gspo_core.messages import ToolSchema
 from gspo_core.position import Position
 from gspo_core.types import NOTHING, EpisodeKey, Segment
@@ -45,6 +45,8 @@ Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
 ERASED = "this episode was erased: its tokens and log-probs are gone"
+# Of one that is settled, or begins anew, between the two reads of a look.
+MAX_LOOKS = 3
 # A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
@@ -115,6 +117,9 @@ async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: C
     """Open groups, or trained ones."""
     job = await context.store.jobs.get(id)
     if query.status == "open":
+        if query.step is not None:
+            what = "open groups are of no step yet; leave it out, or ask for status=trained"
+            raise RequestRefused(422, "validation_failed", what, param="step")
         after = -1 if query.after is None else _number_in(query.after, job)
         found = await context.bus.groups(job.id, after=after, limit=query.limit + 1)
         return page([open_group(job.id, one) for one in found], query.limit)
@@ -159,10 +164,10 @@ async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], conte
 async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSummary:
     """One group with its episodes."""
     record = await context.store.jobs.get(job)
-    view = await _open(context, record, group)
-    if view is not None:
-        episodes = [open_episode(one, await _segments(context, one)) for one in view.episodes]
-        return _with_rewards(open_group(record.id, view), episodes)
+    found = await _read_open(context, record, group)
+    if found is not None:
+        view, read = found
+        return _with_rewards(open_group(record.id, view), [open_episode(*one) for one in read])
     position, _ = await asyncio.to_thread(context.history.find, record, group)
     summaries = await asyncio.to_thread(_of_batch, context, record, position)
     return next(one for one in summaries if one.group == group)
@@ -186,23 +191,25 @@ async def follow_episode(
     A stream is resumed after `Last-Event-ID`. A turn that grows comes again; `attempt` says that it starts anew.
     """
     # few episodes are watched
-    from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
+    from services.api.http.episode_stream import Arrivals, EpisodeState, frames, happenings, parse_position
 
     after = None if last_event_id is None else parse_position(last_event_id)
     if last_event_id is not None and after is None:
         raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is not a position", param="last-event-id")
 
-    async def read() -> EpisodeDetail:
-        return await get_episode(job, group, member, DetailQuery(), context)
+    async def read() -> tuple[EpisodeDetail, Arrivals]:
+        detail, segments = await _read(job, group, member, DetailQuery(), context)
+        return detail, arrivals(segments)
 
     async def look() -> EpisodeState:
         view = await _open(context, await context.store.jobs.get(job), group)
         episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
         return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
 
-    detail = await read()
+    detail, arrived = await read()
     if "text/event-stream" not in accept.lower():
-        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in happenings(detail, after)]
+        told = happenings(detail, arrived, after)
+        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in told]
         return page(found, max(1, len(found)))
     stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
     return BoundedStream(stream, media_type="text/event-stream", headers=sse.HEADERS)
@@ -213,23 +220,32 @@ async def get_episode(
     job: str, group: GroupNumber, member: MemberNumber, query: Annotated[DetailQuery, Query()], context: ContextOf
 ) -> EpisodeDetail:
     """One episode turn by turn, also while it runs."""
+    return (await _read(job, group, member, query, context))[0]
+
+
+async def _read(
+    job: str, group: int, member: int, query: DetailQuery, context: ApiContext
+) -> tuple[EpisodeDetail, Sequence[Segment]]:
     record = await context.store.jobs.get(job)
-    view = await _open(context, record, group)
-    if view is None:
+    found = await _read_open(context, record, group, member)
+    if found is None:
         return await _trained_detail(context, record, EpisodeKey(record.id, group, member), query)
-    if member >= len(view.episodes):
+    view, read = found
+    if not read:
         raise EpisodeNotKept(EpisodeKey(record.id, group, member))
-    one = view.episodes[member]
-    segments = await _segments(context, one)
+    one, segments = read[0]
     environment = await context.store.environments.get(record.id, view.environment)
     tools = None if environment is None else environment.get("tools")
     base = open_group(record.id, view)
-    return await asyncio.to_thread(
+    detail = await asyncio.to_thread(
         _detail, context, record, base, open_episode(one, segments), segments, tools, query.include == "tokens"
     )
+    return detail, segments
 
 
-async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, query: DetailQuery) -> EpisodeDetail:
+async def _trained_detail(
+    context: ApiContext, job: JobRecord, key: EpisodeKey, query: DetailQuery
+) -> tuple[EpisodeDetail, Sequence[Segment]]:
     position, group = await asyncio.to_thread(context.history.find, job, key.group)
     found = [one for one in group if one.key.member == key.member]
     if not found:
@@ -241,7 +257,8 @@ async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, 
     segments, with_tokens = found[0].segments, query.include == "tokens"
     known = await asyncio.to_thread(context.history.trained, job, position) if with_tokens else {}
     trained = known.get((key.group, key.member))
-    return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
+    shown = await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
+    return shown, segments
 
 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
@@ -342,6 +359,31 @@ def _take(
 async def _open(context: ApiContext, job: JobRecord, group: int) -> GroupView | None:
     found = await context.bus.groups(job.id, after=group - 1, limit=1)
     return found[0] if found and found[0].group == group else None
+
+
+async def _read_open(
+    context: ApiContext, job: JobRecord, group: int, member: int | None = None
+) -> tuple[GroupView, list[tuple[EpisodeView, tuple[Segment, ...]]]] | None:
+    """A group with its episodes, or one of them, as they were at one moment each; None: it is not open."""
+    view, read = None, list[tuple[EpisodeView, tuple[Segment, ...]]]()
+    for _ in range(MAX_LOOKS):
+        view = await _open(context, job, group)
+        if view is None:
+            return None
+        wanted = view.episodes if member is None else view.episodes[member : member + 1]
+        read = [(one, await _segments(context, one)) for one in wanted]
+        if all(_is_whole(*one) for one in read):
+            break
+    return None if view is None else (view, read)
+
+
+def _is_whole(episode: EpisodeView, segments: Sequence[Segment]) -> bool:
+    """Whether it has not been settled or begun anew since it was seen so; of one that was given up, nothing is left."""
+    if episode.stage is Stage.DEAD:
+        return True
+    has_outcome = any(one.outcome is not None for one in segments)
+    is_of_attempt = all(one.attempt == episode.attempt for one in segments)
+    return is_of_attempt and len(segments) >= episode.num_segments and (has_outcome or episode.stage is not Stage.DONE)
 
 
 async def _segments(context: ApiContext, episode: EpisodeView) -> tuple[Segment, ...]:

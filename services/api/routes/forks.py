@@ -116,7 +116,7 @@ async def fork(
         raise
     recording.require_compared(spec, digest)
     if query.dry_run:
-        submitting.require_reasonable(spec)
+        await submitting.checked(context, spec, caller)
         found = await forking.planned(context, spec, caller, rewards)
         plan = ForkPlanView(
             parent=id,
@@ -212,7 +212,7 @@ async def retrain(
     spec = recording.retrained(source, at, num_steps, wanted.name, wanted.set)
     recording.require_compared(spec, at.rewards)
     if query.dry_run:
-        submitting.require_reasonable(spec)
+        await submitting.checked(context, spec, caller)
         if at.traces:
             await recording.groups_of(context, source, wanted.traces)
         else:

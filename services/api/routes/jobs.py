@@ -255,7 +255,7 @@ async def _pinned(spec: JobSpec, caller: Caller, context: ApiContext) -> JobSpec
     """The specification as it would be accepted. Raises RequestRefused, JobNotFound."""
     submitting.require_reasonable(spec)
     spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
-    await submitting.check_model(context, spec)
+    await submitting.check_model(context, spec, caller)
     spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     if spec.parent is not None:
         from services.api.submission import forking  # few submissions are forks

@@ -23,7 +23,8 @@ from gspo_core.log.transcript import by_branch, tokens_view, turns_view
 from gspo_core.types import Segment
 from services.api.http import audit
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.errors import RequestRefused
+from services.api.http.errors import FINAL, RequestRefused, documented
+from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
 from services.api.http.streams import BoundedStream
 from services.api.views.store_views import Page, View, page
@@ -131,13 +132,15 @@ class Erased(View):
     num_segments: int
 
 
-@router.post("/talk_keys", status_code=201)
+@router.post("/talk_keys", status_code=201, responses=documented(409))
 async def make_talk_key(
     id: str, query: Annotated[TalkKeyQuery, Query()], response: Response, context: ContextOf
 ) -> NewTalkKeyView:
     """Make a key that talks to the newest weights of a job, as long as the job runs. What it says is recorded, and not
     trained."""
     job = await context.store.jobs.get(id)
+    if job.status.is_terminal:
+        raise RequestRefused(409, "job_over", f"{id} is over: nothing answers its keys", headers=FINAL)
     now = time.time()
     given = TalkKeyRecord(
         id=secrets.token_hex(6),
@@ -177,8 +180,7 @@ async def list_traces(id: str, query: Annotated[TraceQuery, Query()], context: C
     found = [one async for one in _traces(context, job) if query.user in (None, one[0].user)]
     found = [one for one in found if query.key in (None, one[0].key)][::-1]
     views = await asyncio.to_thread(lambda: [_trace_view(job, one) for one in found])
-    begin = next((place + 1 for place, one in enumerate(views) if one.id == query.after), 0)
-    return page(views[begin : begin + query.limit + 1], query.limit)
+    return page(after_id(views, query.after, query.limit), query.limit)
 
 
 @router.get("/traces.ndjson", response_class=StreamingResponse)

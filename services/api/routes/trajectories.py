@@ -30,6 +30,7 @@ from services.api.submission.trajectories import (
     Rules,
     TrajectoryRefused,
     pieces,
+    shared_steps,
     vocab_size_of,
 )
 from services.api.views.store_views import View
@@ -137,7 +138,7 @@ async def _rules(context: ApiContext, job: JobRecord, caller: Caller) -> Rules:
     except (OSError, ValueError) as error:
         message = f"the files of the job's model cannot be read here: {error}"
         raise RequestRefused(422, "validation_failed", message, param="model") from None
-    steps = {one.version: one.step for one in await context.store.versions.all(job.id)}
+    steps = shared_steps(await context.store.versions.table(job.id))
     cap = int(job.settings.get("rollout.staleness_cap", spec.rollout.staleness_cap))
     return Rules(spec, size, max(steps.values(), default=0) - cap, steps, f"pushed:{caller.name}")
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Literal
 from urllib.parse import quote
 
 import msgspec
-from fastapi import Query
+from fastapi import Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.http.context import ContextOf
+from gspo_core.engine_label import EngineLabel
+from services.api.http.access import Caller
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.listing import after_id
 from services.api.http.presence import RegisteredProcess, Role
 from services.api.http.routers import v1_router
 from services.api.views.store_views import Page, View, page
+from services.state.fleet_records import EngineRecord, WorkerRecord
+from services.state.keys import InvalidJobId
+from services.state.store import JobNotFound
 
 router = v1_router("workers", "/workers")
 
@@ -53,14 +61,65 @@ class WorkerQuery(BaseModel):
 
 
 @router.get("")
-async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[WorkerView]:
-    """Registered trainers, rollout workers and engines by role and id; `alive` says whether one still beats.
+async def list_workers(
+    query: Annotated[WorkerQuery, Query()], request: Request, context: ContextOf
+) -> Page[WorkerView]:
+    """Registered trainers, rollout workers and engines by role and id; `alive` says whether one still beats. Only
+    admins see what they do for the jobs of others.
 
     `links.drain` asks a process to leave, or an engine to take no more work; `draining` says that it was asked.
     """
     asked = await context.drains.all_asked()
-    members = await context.presence.members()
-    return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
+    members = after_id(await context.presence.members(), query.after, query.limit)
+    unseen = await _unseen(members, context, request.scope["caller"])
+    return page([_shown(_without(one, unseen), asked) for one in members], query.limit)
+
+
+async def _unseen(members: Iterable[RegisteredProcess], context: ApiContext, caller: Caller) -> set[str]:
+    """The jobs that they name and the caller may not see."""
+    if caller.is_admin:
+        return set()
+    named = {job for one in members for job in _jobs_of(one)}
+    seen = set[str]()
+    for job in named:
+        with contextlib.suppress(JobNotFound, InvalidJobId):
+            if caller.sees((await context.store.jobs.get(job)).owner):
+                seen.add(job)
+    return named - seen
+
+
+def _jobs_of(one: RegisteredProcess) -> set[str]:
+    match one.record:
+        case WorkerRecord() as record:
+            return {*record.jobs, *record.environment_capacity, *record.ill_environments}
+        case EngineRecord() as record:
+            held = (EngineLabel.parse_or_none(text) for text in (record.label, record.weight_version or ""))
+            return {one.job for one in held if one is not None} | ({record.job} if record.job else set())
+    return set()
+
+
+def _without(one: RegisteredProcess, jobs: set[str]) -> RegisteredProcess:
+    """What it says of these jobs is left out; of an engine that serves or served one, what it holds."""
+    mine = _jobs_of(one) - jobs
+    if not _jobs_of(one) & jobs:
+        return one
+    match one.record:
+        case WorkerRecord() as record:
+            return replace(
+                one,
+                record=msgspec.structs.replace(
+                    record,
+                    jobs=tuple(job for job in record.jobs if job in mine),
+                    environment_capacity={job: n for job, n in record.environment_capacity.items() if job in mine},
+                    ill_environments={job: ill for job, ill in record.ill_environments.items() if job in mine},
+                ),
+            )
+        case EngineRecord() as record:
+            report = record.report and msgspec.structs.replace(record.report, label="", reason="")
+            job = record.job if record.job in mine else None
+            bare = msgspec.structs.replace(record, job=job, report=report, model_path=None, weight_version=None)
+            return replace(one, record=bare)
+    return one
 
 
 def _shown(one: RegisteredProcess, asked: set[str]) -> WorkerView:

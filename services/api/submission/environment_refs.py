@@ -105,7 +105,8 @@ def _pinned(
             raise EnvironmentNotFound(entry.ref)
     except EnvironmentNotFound as error:
         raise RequestRefused(422, "environment_not_found", str(error), param=f"{param}.ref") from None
-    if entry.agent is not None and entry.agent != AgentSpec() and one.agent is not None:
+    agent = entry.agent if one.agent is None else AgentSpec.model_validate(one.agent)
+    if entry.agent not in (None, AgentSpec(), agent):
         message = f"{one.id} has its own agent; register another version to change it"
         raise RequestRefused(422, "validation_failed", message, param=f"{param}.agent")
     if entry.config:
@@ -116,5 +117,4 @@ def _pinned(
         why = "; ".join(f"{check['id']}: {check['message']}" for check in report["checks"] if check["status"] == "fail")
         message = f"{one.id} was examined and rejected: {why[:MAX_WHY_CHARS]}"
         raise RequestRefused(422, "environment_invalid", message, param=f"{param}.ref")
-    agent = entry.agent if one.agent is None else AgentSpec.model_validate(one.agent)
     return entry.model_copy(update={"ref": one.id, "agent": agent})

@@ -41,6 +41,8 @@ from services.files.recording import (
 from services.state.store import JobNotFound, JobRecord
 from services.state.talks import Entry, Talks
 
+# Of 2**53, the greatest number of a group; Python refuses to read some thousands.
+MOST_DIGITS = 16
 Traces = Sequence[Mapping[str, float]]
 """Groups of conversations, each with its reward."""
 
@@ -56,8 +58,8 @@ def by_member(rewards: Mapping[str, float]) -> Rewards:
     found: dict[tuple[int, int], float] = {}
     for name, reward in rewards.items():
         group, _, member = name.partition("/")
-        if not (group.isdecimal() and member.isdecimal()):
-            raise _invalid("rewards", f"{name} names no episode: write GROUP/MEMBER")
+        if not all(one.isdecimal() and len(one) <= MOST_DIGITS for one in (group, member)):
+            raise _invalid("rewards", f"{name[:80]} names no episode: write GROUP/MEMBER")
         found[int(group), int(member)] = reward
     return found
 

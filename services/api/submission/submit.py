@@ -22,6 +22,7 @@ from services.api.http.errors import RequestRefused, invalid
 from services.api.submission.environment_refs import pin, pinned_as
 from services.files.data_dir import HubDir, HubKind, HubName, commit_of
 from services.files.job_records import JobRecords
+from services.state.keys import InvalidJobId
 from services.state.store import JobConflict, JobNotFound, JobRecord
 from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
@@ -61,10 +62,7 @@ async def submit(
     if held is None:
         # An earlier request of this key may have got no further than what it brought.
         job_id = (await context.store.jobs.under(own_key) if own_key else None) or job_id
-        require_reasonable(spec)
-        await check_model(context, spec)
-        await _check_environments(context, spec)
-        pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+        pinned = await checked(context, spec, caller)
         unused = JobRecords(context.history.job_dir(job_id))
         try:
             async with _kept(context, spec):
@@ -87,16 +85,20 @@ async def submit(
     return await create(filled_in_as(model_as(pinned_as(spec, held), held), held))
 
 
+async def checked(context: ApiContext, spec: Spec, caller: Caller) -> Spec:
+    """With its environments pinned. Raises RequestRefused for what is refused whatever the job is made from."""
+    from services.api.submission.prompt_check import check_environments  # most processes read more than they submit
+
+    require_reasonable(spec)
+    await check_model(context, spec, caller)
+    await check_environments(context, spec)
+    return await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+
+
 def require_reasonable(spec: JobSpec) -> None:
     """Refuses sizes that no installation holds. Raises RequestRefused."""
     if too_large := size_problems(spec):
         raise invalid(too_large)
-
-
-async def _check_environments(context: ApiContext, spec: JobSpec) -> None:
-    from services.api.submission.prompt_check import check_environments  # most processes read more than they submit
-
-    await check_environments(context, spec)
 
 
 @contextlib.asynccontextmanager
@@ -166,9 +168,12 @@ def _repository(directory: Path) -> tuple[Path, str]:
     return directory.parent, directory.name.rpartition("@")[0]
 
 
-async def check_model(context: ApiContext, spec: JobSpec) -> None:
-    """Refuses a model that cannot be trained, if a process that sees its files says so. Raises RequestRefused."""
+async def check_model(context: ApiContext, spec: JobSpec, caller: Caller) -> None:
+    """Refuses a model that cannot be trained, if a process that sees its files says so, and what a job that the caller
+    may not see has made. Raises RequestRefused."""
     model = spec.model
+    if not await _may_read(context, model, caller):
+        raise _model_refused(f"there is no directory {model} (where rollout workers run)")
     from gspo_core.model_files import refusal_of  # most processes read more than they submit
 
     seen_here = await asyncio.to_thread(refusal_of, Path(model), spec.chat.calls)
@@ -184,6 +189,18 @@ async def check_model(context: ApiContext, spec: JobSpec) -> None:
         is_of_hub = HubName.parse(model) is not None
         advice = f"; if it is a model of the Hugging Face hub, run: gspo fetch {model}" if is_of_hub else ""
         raise _model_refused(f"{seen_there} (where rollout workers run){advice}")
+
+
+async def _may_read(context: ApiContext, model: str, caller: Caller) -> bool:
+    """Of jobs that are not there, no more than of those of others."""
+    jobs_dir = context.history.jobs_dir.path
+    path, jobs = await asyncio.to_thread(lambda: (Path(model).resolve(), jobs_dir.resolve()))
+    if caller.is_admin or jobs not in path.parents:
+        return True
+    try:
+        return caller.sees((await context.store.jobs.get(path.relative_to(jobs).parts[0])).owner)
+    except (JobNotFound, InvalidJobId):
+        return False
 
 
 async def _ask_a_worker(context: ApiContext, spec: JobSpec) -> str | None:

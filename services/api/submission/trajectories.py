@@ -19,8 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from gspo_core.codec import SegmentRejected, decode, encode
 from gspo_core.invariants import InvalidValue
+from gspo_core.position import Position
 from gspo_core.spec import JobSpec
+from gspo_core.staleness import shared_step
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
+from services.state.versions import Version as Published
 
 MAX_ITEMS, MAX_TOKENS, MAX_METRICS = 64, 200_000, 64
 _LARGEST_ID = 2**31 - 1
@@ -103,9 +106,23 @@ class Rules:
     vocab_size: int
     oldest_step: int
     steps: Mapping[int, int]
-    """The step of each published version."""
+    """Of each published version, the last step that it shares with the newest one."""
     source: str
     """The pushing caller, in the place of an engine's name."""
+
+
+def shared_steps(table: Sequence[Published]) -> dict[int, int]:
+    """By version, as its age is counted: of weights that the job went back from, the step that it went back to."""
+    if not table:
+        return {}
+    known = {one.version: one for one in table}
+    forks = {
+        row.epoch: Position(before.epoch if row.parent is None else known[row.parent].epoch, row.step)
+        for before, row in pairwise(table)
+        if row.epoch != before.epoch
+    }
+    newest = Position(table[-1].epoch, table[-1].step)
+    return {one.version: shared_step(Position(one.epoch, one.step), newest, forks) for one in table}
 
 
 def vocab_size_of(model: Path) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 from gspo_core.documented import Described
+from gspo_core.json_value import JSON
 from services.state.store import JobEvent, JobRecord, StatusReason
 
 
@@ -22,7 +23,25 @@ class Identified(Protocol):
 
 
 Item = TypeVar("Item")
+T = TypeVar("T")
 Listed = TypeVar("Listed", bound=Identified)
+
+
+def said(value: JSON) -> JSON:
+    """As UTF-8 can say it: earlier releases stored halves of surrogate pairs."""
+    if isinstance(value, str):
+        return _said_text(value)
+    if isinstance(value, dict):
+        return {_said_text(name): said(item) for name, item in value.items()}
+    return [said(item) for item in value] if isinstance(value, list) else value
+
+
+def _said_text(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+Said = Annotated[T, BeforeValidator(said)]
+"""Of what users and their code wrote."""
 
 
 class View(Described):
@@ -183,7 +202,7 @@ class ConfigView(View):
 
     object: Literal["job.config"] = "job.config"
     job_id: str
-    config: dict[str, Any]
+    config: Said[dict[str, Any]]
     warnings: list[str]
 
 

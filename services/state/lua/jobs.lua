@@ -217,7 +217,8 @@ register("set_desired_state", FREES, function(keys, args)
     return refuse("MISSING", "job")
   end
   local is_over = contains(args, current, 6)
-  local waits_for_nobody = current == "queued" or manner == "now" and is_unowned(K)
+  local has_begun = number_of(K.job, "step") > 0 or redis.call("HLEN", K.groups) > 0
+  local waits_for_nobody = current == "queued" and (manner == "now" or not has_begun) or manner == "now" and is_unowned(K)
   local ends_at_once = desired == "cancelled" and not is_over and waits_for_nobody
   if not ends_at_once and before == desired and (is_over and desired == "cancelled" or not is_over and (known_manner or "") == manner) then
     return 0

@@ -22,7 +22,7 @@ from gspo_core.env import InvalidEnvironment
 from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import UPLOADS, EnvironmentsDir, KeysDir
-from services.files.environments.registry import EnvironmentRegistry
+from services.files.environments.registry import EnvironmentRegistry, ExaminationFinding, Registration
 from services.hosts.local import LocalHosts
 from services.hosts.policy import WallPolicy
 from services.hosts.server import HostOrder, RunningHost
@@ -91,6 +91,22 @@ async def settled(http: httpx.AsyncClient, reference: str) -> dict[str, Any]:
 
 
 # Registering
+
+
+async def test_one_registered_with_half_a_character_hides_no_others(
+    http: httpx.AsyncClient, registry: EnvironmentRegistry
+) -> None:
+    config = {"x": "\ud800"}
+    source = {"type": "reference", "ref": REF, "config": config}
+    one, _ = registry.add(Registration("old", 0, "", "2026-01-01T00:00:00.000Z", source, REF, config))
+    finding: ExaminationFinding = {"id": "reset", "status": "fail", "message": "got \udfff", "data": None}
+    registry.add_report(one, {"name": "old", "ok": False, "checks": [finding]})
+    assert (await http.post("/v1/environments", json=SUMS)).status_code == 201
+    listed = (await http.get("/v1/environments")).json()["data"]
+    assert [(each["id"], each["source"].get("config"), each["failures"]) for each in listed] == [
+        ("old@1", {"x": "?"}, ["got ?"]),
+        ("sums@1", {}, []),
+    ]
 
 
 async def test_content_makes_a_version_and_the_same_content_no_other(http: httpx.AsyncClient):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gspo_core.chat import load_codec, load_tokenizer
-from gspo_core.codec import encode
+from gspo_core.codec import decode, encode
 from gspo_core.env import load_environment
 from gspo_core.log.transcript import token_texts
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.types import Segment, Split
+from gspo_core.types import EpisodeKey, Group, Segment, Split, Trajectory
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.routes.telemetry import SHOWN
 from services.files.batch_log import BatchLog, LoggedBatch
@@ -30,7 +31,7 @@ from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobStatus
-from services.state.queue import Append, Bus
+from services.state.queue import Append, Bus, GroupView
 from services.state.store import Store
 from tests.patience import HANG_S
 from tests.services.api.api_kit import application, error_of, http_to, parse_frames
@@ -78,6 +79,24 @@ async def test_trained_groups_come_newest_step_first_page_by_page(http: httpx.As
     assert await data(http, f"/v1/jobs/{job.id}/groups?step=3") == seen[6:8]
     refused = await http.get(f"/v1/jobs/{job.id}/groups?after=nothing")
     assert error_of(refused)["code"] == "invalid_cursor"
+
+
+async def test_open_groups_are_of_no_step(http: httpx.AsyncClient, job: RecordedJob):
+    refused = await http.get(f"/v1/jobs/{job.id}/groups?status=open&step=3")
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "step")
+
+
+async def test_a_tokenizer_that_cannot_be_read_hides_no_episode(
+    store: Store, bus: Bus, tmp_path: Path, model_dir: Path
+):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    job = await record_job(store, bus, tmp_path / "jobs", model, num_steps=1)
+    async with application(store, jobs_dir=tmp_path / "jobs") as app, http_to(app) as http:
+        for content in ("", "{}", "[1]", '{"version": "1.0"}'):
+            (model / "tokenizer.json").write_text(content)
+            shown = await http.get(f"/v1/episodes/{job.id}/0/0")
+            assert shown.status_code == 200, shown.text
+            assert "only token ids are" in shown.json()["note"]
 
 
 async def test_a_group_shows_rewards_advantages_and_versions_side_by_side(http: httpx.AsyncClient, job: RecordedJob):
@@ -396,6 +415,35 @@ async def test_an_export_holds_every_trained_episode_once_as_it_is_shown(http: h
     assert len(tokens["logprob"]) == len(tokens["version"]) == len(tokens["id"]) > 0
 
 
+@pytest.mark.parametrize("path", ["groups/{}/{}", "episodes/{}/{}/0", "episodes/{}/{}/0/events"])
+async def test_an_episode_that_is_trained_while_it_is_read_has_its_turns_and_its_reward(
+    store: Store, bus: Bus, job: RecordedJob, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The trainer commits its group between the two reads of a look."""
+    segments = tuple(map(decode, await bus.read_episode(EpisodeKey(job.id, job.open_group, 0))))
+    group = Group(job.id, job.open_group, Split.TRAIN, 0, GROUP_SIZE, (Trajectory(segments),))
+    async with application(store, jobs_dir=tmp_path) as app, http_to(app) as http:
+        looking = app.state.context.bus
+        see = looking.groups
+
+        async def see_and_commit(*args: Any, **options: Any) -> list[GroupView]:
+            found: list[GroupView] = await see(*args, **options)
+            if found:
+                BatchLog(JobDir(tmp_path / job.id)).write(job.claim.epoch, job.num_steps + 1, [group], {})
+                await bus.commit(job.id, job.claim.token, job.num_steps + 1, [job.open_group])
+            return found
+
+        monkeypatch.setattr(looking, "groups", see_and_commit)
+        shown = (await http.get("/v1/" + path.format(job.id, job.open_group))).json()
+    if "events" in path:
+        *turns, outcome = shown["data"]
+        found = (outcome["data"]["status"], outcome["data"]["reward"], len(turns))
+    else:
+        episode = shown["episodes"][0] if "episodes" in shown else shown
+        found = (episode["status"], episode["reward"], episode["num_turns"])
+    assert found == ("trained", Trajectory(segments).reward, 2)
+
+
 # Live
 
 
@@ -463,3 +511,38 @@ async def test_an_episode_is_followed_while_it_is_played_and_when_it_starts_agai
     assert [one["event"] for one in seen] == ["turn", "attempt", *["turn"] * len(replies), "outcome", "end"]
     assert [json.loads(one["data"]) for one in seen[2:-2]] == json.loads(json.dumps(shown))
     assert rest == seen[1:]
+
+
+async def test_branches_that_grow_at_the_same_time_are_told_as_they_arrive(
+    store: Store, bus: Bus, job: RecordedJob, tmp_path: Path, model_dir: Path
+):
+    group = job.open_group + 1
+    await bus.dispatch(job.id, job.claim.token, group, size=1, split=Split.TRAIN, task_index=0)
+    token = await bus.join("rollout-1")
+    (key,) = [lease.key for lease in await bus.lease(job.id, "rollout-1", token, 10) if lease.key.group == group]
+    player = Player(load_codec(model_dir), load_environment(REF))
+    first, *_ = await player.play(key, 0, ["1"], [6])
+    places = [(0, 0), (1, 1), (0, 2), (1, 1), (0, 3)]
+    grown = [dataclasses.replace(first, index=n, branch=b, turn=t) for n, (b, t) in enumerate(places)]
+    seen: list[dict[str, str]] = []
+    async with application(store, jobs_dir=tmp_path) as app:
+        context = app.state.context
+        request = {"job": job.id, "group": group, "member": 0, "context": context, "accept": "text/event-stream"}
+        stream = (await follow_episode(**request, last_event_id=None)).body_iterator
+        for number, one in enumerate(grown, 1):
+            await bus.append(job.id, token, [Append(key, 0, one.index, encode(one), one.is_final, one.version)])
+            async with asyncio.timeout(HANG_S):
+                while len(seen) < number:
+                    seen.extend(blocks((await anext(stream)).decode()))
+        for place in range(len(seen)):
+            cut = (await follow_episode(**request, last_event_id=seen[place]["id"])).body_iterator
+            rest: list[dict[str, str]] = []
+            # The second turn has grown since it was told first: it comes once, where it is now.
+            expected = [one["id"] for number, one in enumerate(seen) if number > place and number != 1]
+            async with asyncio.timeout(HANG_S):
+                while len(rest) < len(expected):
+                    rest.extend(blocks((await anext(cut)).decode()))
+            assert [one["id"] for one in rest] == expected
+    assert [one["event"] for one in seen] == ["turn"] * len(places)
+    assert [json.loads(one["data"])["turn"] for one in seen] == [turn for _, turn in places]
+    assert [one["id"] for one in seen] == [f"0-{first.num_tokens * number}" for number in range(1, len(places) + 1)]

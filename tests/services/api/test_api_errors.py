@@ -82,11 +82,34 @@ async def test_bodies_that_are_no_strict_json_are_400(http: httpx.AsyncClient, b
     assert said in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize("body", [rb'{"\ud800": 1}', rb'{"model": "\ud800"}', rb'{"metadata": {"a": "\udfff"}}'])
-async def test_lone_surrogates_break_nothing(http: httpx.AsyncClient, body: bytes):
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"\ud800": 1}',
+        rb'{"model": "\uD800"}',
+        rb'{"metadata": {"a": "\udfff"}}',
+        rb'{"model": "m", "environments": [{"ref": "a:B", "config": {"x": ["\ud83d"]}}]}',
+    ],
+)
+async def test_lone_surrogates_are_refused_wherever_they_stand(http: httpx.AsyncClient, body: bytes):
     answer = await http.post("/v1/jobs", content=body, headers=JSON)
-    assert answer.status_code == 422
-    assert error_of(answer)["code"] in ("validation_failed", "missing_field")
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_json")
+    assert "surrogate" in error_of(answer)["message"]
+
+
+async def test_a_pair_of_surrogates_is_one_character(http: httpx.AsyncClient):
+    whole = json.dumps(SPEC | {"name": "\U0001f600"}).encode()
+    assert rb"\ud83d\ude00" in whole
+    answer = await http.post("/v1/jobs", content=whole, headers=JSON)
+    assert (answer.status_code, answer.json()["name"]) == (201, "\U0001f600")
+
+
+async def test_a_job_that_was_stored_with_half_a_character_is_shown_without_it(http: httpx.AsyncClient, store: Store):
+    entry = SPEC["environments"][0] | {"config": {"x\ud800": ["\ud83d", 1]}}
+    job = (await store.jobs.create(json.dumps(SPEC | {"environments": [entry]}))).id
+    config = (await http.get(f"/v1/jobs/{job}/config")).json()["config"]
+    assert config["environments"][0]["config"] == {"x?": ["?", 1]}
+    assert (await http.get(f"/v1/jobs/{job}/environments")).json()["data"][0]["config"] == {"x?": ["?", 1]}
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -14,8 +14,10 @@ from gspo_core.position import Position
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.files.data_dir import KeysDir
 from services.files.job_dir import JobDir, step_name
+from services.state.fleet_records import EngineRecord, EngineReport, EngineState, WorkerRecord
 from services.state.queue import Bus
 from services.state.store import Store
+from tests.core.test_model_files import write_files
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.api.recorded_job import RecordedJob, record_job, write_model
 
@@ -140,3 +142,56 @@ async def test_no_list_shows_what_belongs_to_others(app: FastAPI, job: RecordedJ
     assert seen == [[mine], ["sums@1"], [mine], []]
     for_admins = [{one["id"] for one in (await ask(app, "GET", path, ADMIN)).json()["data"]} for path in lists]
     assert for_admins == [{job.id, mine}, {"sums@1"}, {job.id, mine}, {f"{job.id}@latest"}]
+
+
+async def test_processes_name_no_job_of_others(app: FastAPI, store: Store):
+    owner, stranger = await key_of(app, "owner"), await key_of(app, "stranger")
+    mine, theirs = [(await ask(app, "POST", "/v1/jobs", key, SPEC)).json()["id"] for key in (owner, stranger)]
+    claim = await store.jobs.claim("trainer-0")
+    assert claim is not None
+    assert claim.job_id == mine
+    ill = {job: {"a:B": f"ValueError: the password of {job}"} for job in (mine, theirs)}
+    worker = WorkerRecord(
+        id="w", jobs=(mine, theirs), environment_capacity={mine: 2, theirs: 3}, ill_environments=ill, num_episodes=5
+    )
+    await store.fleet.register_worker(worker)
+    label = f"{mine}/1/7"
+    engine = EngineRecord(id="http://e", url="http://e", model_path=f"/jobs/{mine}/weights", weight_version=label)
+    await store.fleet.register_engine(engine)
+    assert await store.fleet.bind(mine, claim.token, engine.id)
+    await store.fleet.mark(mine, claim.token, engine.id, EngineReport(EngineState.READY, label, f"took {label}"))
+
+    async def seen(key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        answer = await ask(app, "GET", "/v1/workers", key)
+        for job in {ADMIN: (), owner: (theirs,), stranger: (mine,)}[key]:
+            assert job not in answer.text
+        by_id = {one["id"]: one for one in answer.json()["data"]}
+        return by_id["w"], by_id["http://e"]
+
+    worker_seen, engine_seen = await seen(stranger)
+    assert (worker_seen["jobs"], worker_seen["environment_capacity"]) == ([theirs], {theirs: 3})
+    assert (worker_seen["ill_environments"], worker_seen["num_episodes"]) == ({theirs: ill[theirs]}, 5)
+    assert (engine_seen["job"], engine_seen["label"], engine_seen["state"]) == (None, "", "ready")
+    for key, jobs in ((owner, [mine]), (ADMIN, [mine, theirs])):
+        worker_seen, engine_seen = await seen(key)
+        assert worker_seen["jobs"] == jobs
+        assert (engine_seen["job"], engine_seen["label"], engine_seen["reason"]) == (mine, label, f"took {label}")
+
+
+@pytest.mark.parametrize("query", ["", "?dry_run=true"])
+async def test_what_the_job_of_another_has_made_is_no_model(app: FastAPI, tmp_path: Path, query: str):
+    owner, stranger = await key_of(app, "owner"), await key_of(app, "stranger")
+    job = (await ask(app, "POST", "/v1/jobs", owner, SPEC)).json()["id"]
+    models = [tmp_path / "jobs" / name / "exports" / "ep1-step5" for name in (job, "job_absent")]
+    for model in models:
+        model.mkdir(parents=True)
+        write_files(model)
+    link = tmp_path / "link"
+    link.symlink_to(models[0])
+    for model in (*models, link, tmp_path / "jobs" / job / "nothing"):
+        refused = await ask(app, "POST", f"/v1/jobs{query}", stranger, SPEC | {"model": str(model)})
+        assert (refused.status_code, error_of(refused)["code"]) == (422, "model_invalid"), model
+        assert error_of(refused)["message"] == f"there is no directory {model} (where rollout workers run)"
+    for key in (owner, ADMIN):
+        taken = await ask(app, "POST", f"/v1/jobs{query}", key, SPEC | {"model": str(models[0])})
+        assert taken.status_code in (200, 201), taken.text

@@ -21,6 +21,7 @@ from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
 from services.files.data_dir import EnvironmentsDir
 from services.files.environments.registry import EnvironmentRegistry
+from services.files.job_dir import JobsDir
 from services.hosts.local import LocalHosts
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedAgentSession, HostedEnvironment
@@ -168,6 +169,32 @@ async def test_a_job_names_a_registered_agent_and_says_no_more_of_it(http: httpx
     refused = await http.post("/v1/jobs", json=mixed)
     assert (refused.status_code, error_of(refused)["code"]) == (422, "validation_failed")
     assert "wholly of agents or wholly of environments" in error_of(refused)["message"]
+
+
+async def test_a_job_of_a_registered_agent_is_forked_and_submitted_again(store: Store, jobs_dir: Path) -> None:
+    kept = Store(store._functions.redis, jobs_dir=JobsDir(jobs_dir))
+    async with application(kept, jobs_dir=jobs_dir, networks=LOOPBACK) as app, http_to(app) as http:
+        await register(http, SERVICE)
+        parent = (await http.post("/v1/jobs", json=job("served"))).json()["id"]
+        config = (await http.get(f"/v1/jobs/{parent}/config")).json()["config"]
+        again = await http.post("/v1/jobs", json=config)
+        assert again.status_code == 201, again.text
+        plan = await http.post(f"/v1/jobs/{parent}/fork?dry_run=true", json={"step": 0})
+        fork = await http.post(f"/v1/jobs/{parent}/fork", json={"step": 0})
+        assert (plan.status_code, fork.status_code) == (200, 201), fork.text
+        for made in (again, fork):
+            theirs = (await http.get(f"/v1/jobs/{made.json()['id']}/config")).json()["config"]
+            assert theirs["environments"] == config["environments"]
+
+
+async def test_a_dry_fork_is_refused_as_the_fork_is(http: httpx.AsyncClient) -> None:
+    await register(http, SERVICE)
+    parent = (await http.post("/v1/jobs", json=job("served"))).json()["id"]
+    await http.post(f"/v1/jobs/{parent}/cancel")
+    assert (await http.delete("/v1/environments/served@1")).status_code == 204
+    refused = [await http.post(f"/v1/jobs/{parent}/fork{query}", json={"step": 0}) for query in ("", "?dry_run=true")]
+    for answer in refused:
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "environment_not_found")
 
 
 @pytest.mark.parametrize("ref", ["served", "served@1"])

@@ -21,7 +21,7 @@ from services.files.job_dir import JobDir
 from services.state.functions import Functions
 from services.state.jobs import JobStatus
 from services.state.store import Store
-from services.state.talks import Talks, TrafficRetention
+from services.state.talks import TalkKeyRecord, Talks, TrafficRetention
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, MadePast, make_past, spec_of
 from tests.core.segments import episode as segments_of
@@ -120,6 +120,7 @@ async def test_a_repeated_request_makes_one_job(http: httpx.AsyncClient, job: st
         ({"rewards": {"999/0": 1.0}}, 422, "there is no episode 999/0"),
         ({"last": 2, "rewards": {FIRST: 1.0}}, 422, f"there is no episode {FIRST}"),
         ({"rewards": {"x": 1.0}}, 422, "x names no episode"),
+        ({"rewards": {f"{'1' * 5000}/0": 1.0}}, 422, "names no episode"),
         ({"rewards": {FIRST: 2e15}}, 422, "less than or equal to 1000000000000000"),
         ({"traces": [{"1": -2e15}]}, 422, "greater than or equal to -1000000000000000"),
         ({"rewards": {FIRST: 1.0}, "set": PARTS}, 422, "only parts of rewards are compared"),
@@ -189,7 +190,9 @@ async def record_trace(store: Store, job: str, key: str, trace: int, payloads: l
 async def test_conversations_of_keys_are_trained_in_the_groups_that_are_given(
     http: httpx.AsyncClient, job: str, store: Store, tmp_path: Path
 ) -> None:
-    talker, said = (await http.post(f"/v1/jobs/{job}/talk_keys")).json()["id"], {}
+    talker, said = "0" * 12, {}
+    record = TalkKeyRecord(talker, "", "", expires_at=None, max_turns=None, max_tokens=None, max_seconds=None)
+    await Talks(Functions(store._functions.redis)).make(job, record)
     for trace in (11, 12, 13):
         key = EpisodeKey(job, trace, 0)
         *pieces, last = segments_of(key, [4, 8])

@@ -99,6 +99,9 @@ async def test_what_was_said_is_listed_read_downloaded_and_erased(
     assert [one["id"] for one in of_bob] == ["8"]
     second = await http.get(f"/v1/jobs/{job}/traces?limit=1&after=9")
     assert ([one["id"] for one in second.json()["data"]], second.json()["has_more"]) == (["8"], True)
+    for after in ("nonsense", "10"):
+        refused = await http.get(f"/v1/jobs/{job}/traces?after={after}")
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid_cursor")
     one = (await http.get(f"/v1/jobs/{job}/traces/8?include=tokens")).json()
     assert (one["tokens"]["id"], one["tokens"]["version"]) == ([1, 2, 3] * 2, [4] * 6)
     assert [turn["turn"] for turn in one["turns"]] == [0, 1]
@@ -109,6 +112,13 @@ async def test_what_was_said_is_listed_read_downloaded_and_erased(
     missing = await http.get(f"/v1/jobs/{job}/traces/8")
     assert (missing.status_code, error_of(missing)["code"]) == (404, "trace_not_found")
     assert (await http.delete(f"/v1/jobs/{job}/traces")).status_code == 422
+
+
+async def test_a_job_that_is_over_gets_no_key(http: httpx.AsyncClient, store: Store, job: str) -> None:
+    await store.jobs.set_desired_state(job, "cancelled")
+    refused = await http.post(f"/v1/jobs/{job}/talk_keys")
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "job_over")
+    assert (await http.get(f"/v1/jobs/{job}/talk_keys")).json()["data"] == []
 
 
 async def test_redacted_turns_are_shown_as_the_texts_that_they_are(

@@ -12,8 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.codec import decode
+from gspo_core.position import Position
 from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
+from services.state.jobs import WentBack
 from services.state.queue import Append, Bus
 from services.state.store import Claim, JobStatus, Store
 from services.trainer.groups.intake import Intake
@@ -64,6 +66,32 @@ async def claim(store: Store, bus: Bus, http: httpx.AsyncClient, tmp_path: Path)
     await bus.dispatch(claim.job_id, claim.token, 7, size=3, split=Split.TRAIN, task_index=4)
     await bus.dispatch(claim.job_id, claim.token, 8, size=1, split=Split.EVAL, task_index=0)
     return claim
+
+
+async def test_age_is_counted_in_the_history_that_is_trained(
+    http: httpx.AsyncClient, store: Store, bus: Bus, claim: Claim
+):
+    """The job went back from step 30 to step 0."""
+    job, cap = claim.job_id, 4
+    await store.jobs.set_status(job, JobStatus.SUCCEEDED, token=claim.token)
+    record = await store.jobs.get(job)
+    back = WentBack(record.epoch + 1, Position(1, 0))
+    settings = {"steps": 200, "rollout.staleness_cap": cap}
+    await store.jobs.reopen(record, epoch=record.epoch + 1, settings=settings, went_back=back)
+    again = await store.jobs.claim("another")
+    assert again is not None
+    await store.jobs.set_status(job, JobStatus.RUNNING, token=again.token)
+    for step in range(cap + 2):
+        number = await store.versions.next(job, again.token)
+        manifest = WeightsManifest(job, number, again.epoch, step, (WeightFile("w", 1, "0" * 64),))
+        await store.versions.publish(job, again.token, manifest)
+        if step == 0:
+            await bus.dispatch(job, again.token, 9, size=5, split=Split.TRAIN, task_index=0)
+            first = number
+            items = [item(group=9, member=n, policy_versions=v) for n, v in enumerate((number, 0, 30))]
+            assert await push(http, again, *items) == ["accepted"] * 3
+    items = [item(group=9, member=3, policy_versions=v) for v in (first, 0, 29, 30, first + 1)]
+    assert await push(http, again, *items) == ["stale"] * 4 + ["accepted"]
 
 
 def item(**changes: Any) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.types import Split
 from services.files.job_dir import JobsDir
-from services.state.jobs import CancelManner, IllegalTransition, StatusReason
+from services.state.jobs import CancelManner, IllegalTransition, JobStatus, StatusReason
+from services.state.queue import Bus
 from services.state.refusals import Conflict, Fenced
 from services.state.store import Claim, Store
 
@@ -77,6 +79,36 @@ async def test_a_drain_can_be_hurried_and_not_taken_back(store: Store, claim: Cl
     assert len(wishes) == 2
     with pytest.raises(IllegalTransition):
         await store.jobs.set_desired_state(claim.job_id, "running")
+
+
+@pytest.mark.parametrize("manner", [one for one in CancelManner if one is not CancelManner.NOW])
+@pytest.mark.parametrize("has_begun", ["nothing", "a step", "a group", "reopened"])
+async def test_a_queued_job_that_has_begun_waits_for_the_trainer_that_drains_it(
+    store: Store, bus: Bus, claim: Claim, has_begun: str, manner: CancelManner
+) -> None:
+    job = claim.job_id
+    await store.jobs.set_status(job, JobStatus.RUNNING, token=claim.token)
+    if has_begun == "a group":
+        await bus.dispatch(job, claim.token, 0, size=1, split=Split.TRAIN, task_index=0)
+    elif has_begun != "nothing":
+        await store.jobs.update_progress(job, claim.token, 7, 7)
+    if has_begun == "reopened":
+        await store.jobs.set_status(job, JobStatus.SUCCEEDED, token=claim.token)
+        record = await store.jobs.get(job)
+        await store.jobs.reopen(record, epoch=record.epoch + 1, settings={"steps": 200}, went_back=None)
+    else:
+        await store.jobs.yield_trainer(job, claim.token, StatusReason("yielded", "others wait"))
+    cancelled = await store.jobs.set_desired_state(job, "cancelled", manner)
+    if has_begun == "nothing":
+        assert cancelled.status == "cancelled"
+        return
+    assert (cancelled.status, cancelled.desired_state, cancelled.cancel_manner) == ("queued", "cancelled", manner)
+    assert len(await bus.groups(job)) == (has_begun == "a group")
+    again = await store.jobs.claim("another")
+    assert again is not None
+    assert (again.job_id, (await store.jobs.get(job)).cancel_manner) == (job, manner)
+    await store.jobs.yield_trainer(job, again.token, StatusReason("yielded", "others wait"))
+    assert (await store.jobs.set_desired_state(job, "cancelled", CancelManner.NOW)).status == "cancelled"
 
 
 @pytest.mark.parametrize("drain", [False, True])

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.state.jobs import CancelManner, JobRecord
+from services.state.jobs import CancelManner, JobRecord, StatusReason
 from services.trainer import run
 from services.trainer.run import JobRun
 from services.trainer.telling.run_phase import Phase, RunPhase
@@ -211,8 +211,9 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
     assert (told(job), job.step) == (("cancelled", "user_cancelled"), 1)
 
 
-async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
-    loop_of: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gave_way", [False, True])
+async def test_a_cancelled_job_that_has_no_trainer_is_saved_as_it_was_asked(
+    loop_of: Any, monkeypatch: pytest.MonkeyPatch, gave_way: bool
 ) -> None:
     """No checkpoint was due: what was trained is in logs alone. The wish is seen while these are read."""
     seen, wind_up, recover = threading.Event(), RunPhase.cancel, run.recover
@@ -236,7 +237,10 @@ async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
                 assert not lost.done(), lost.result()
                 await asyncio.sleep(0.01)
         await stop(lost)
-        await loop.store.jobs.release(loop.job, claim.token)
+        if gave_way:
+            await loop.store.jobs.yield_trainer(loop.job, claim.token, StatusReason("yielded", "others wait"))
+        else:
+            await loop.store.jobs.release(loop.job, claim.token)
         assert checkpoints(loop) == []
         await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
         job = await end_of(loop)
