@@ -21,7 +21,6 @@ from gspo_core.codec import SegmentRejected, decode, encode
 from gspo_core.invariants import InvalidValue
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import shared_step
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 from services.state.versions import Version as Published
 
@@ -113,6 +112,8 @@ class Rules:
 
 def shared_steps(table: Sequence[Published]) -> dict[int, int]:
     """By version, as its age is counted: of weights that the job went back from, the step that it went back to."""
+    from gspo_core.staleness import shared_step  # few jobs are pushed to
+
     if not table:
         return {}
     known = {one.version: one for one in table}
