@@ -25,12 +25,12 @@ def main(arguments: list[str]) -> int:
     try:
         arrived = arrive(Past(Path(folder)), int(step), lambda text: print(text, file=sys.stderr, flush=True))
         arrived.learner.save_state(Path(target))
-    except PastError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return DAMAGED
     except UnsupportedModel as error:
         print(error, file=sys.stderr)
         return UNSUPPORTED
+    except (PastError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return DAMAGED
     print(json.dumps(arrived.lineage.to_dict()))
     return 0
 

@@ -32,6 +32,8 @@ from services.files.job_records import DamagedRecord, JobRecords
 from services.files.replays import Replays
 
 Wanted = Callable[[Trajectory], bool]
+# The first that the file system tells.
+MOMENTS_NS = (1, 1_000, 1_000_000, 2_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,10 @@ def _replace(path: Path, data: bytes) -> None:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.utime(file.fileno(), ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+            for moment_ns in MOMENTS_NS:
+                os.utime(file.fileno(), ns=(written.st_atime_ns, written.st_mtime_ns + moment_ns))
+                if os.fstat(file.fileno()).st_mtime_ns != written.st_mtime_ns:
+                    break
             os.fsync(file.fileno())
         temporary.replace(path)
         flush_directory(path.parent)

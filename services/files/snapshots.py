@@ -336,8 +336,9 @@ def restore(
         raise JobsAreThere(f"{data_dir} already holds {', '.join(sorted(mixed)[:3])}: two histories do not mix")
     files = {path: one for path, one in snapshot.files.items() if _is_wanted(path, only)}
     bringing = _Bringing(bucket, tally)
-    for directory, model in snapshot.models.items() if with_models else ():
-        bringing.all_of(Path(directory), model)
+    for directory, model in snapshot.models.items():
+        if with_models or Path(directory).is_relative_to(data_dir.absolute()):
+            bringing.all_of(Path(directory), model)
     last = {path for path in files if PurePosixPath(path).name == layout.ACCEPTED}
     bringing.all_of(data_dir, {path: one for path, one in files.items() if path not in last})
     if not is_again:

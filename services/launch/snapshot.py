@@ -142,8 +142,8 @@ def _restore(bucket: Bucket, arguments: argparse.Namespace) -> int:
     tally = snapshots.Tally()
     snapshots.restore(_data_dir(arguments), bucket, snapshot, tally, arguments.job, with_models=arguments.models)
     print(f"{snapshot.name} is back: {tally.num_files} files, {_size(tally.num_bytes)}")
-    for directory in snapshot.models:
-        if not Path(directory).is_dir():
+    for directory, files in snapshot.models.items():
+        if not all((Path(directory) / name).is_file() for name in files):
             print(f"Jobs need the model {directory}, which is not there: --models brings it, or put it there.")
     if arguments.job:
         print("An API or a trainer that starts from now on takes the job up; restart one that runs.")

@@ -16,6 +16,7 @@ from services.state.functions import Functions
 from services.state.jobs import (
     HANDED_OVER,
     LOST,
+    CancelManner,
     Claim,
     DesiredState,
     JobNotFound,
@@ -101,7 +102,8 @@ class JobClaims(KeptJobs):
         """Claim a waiting job, or one whose trainer's beat stood still for a whole lease; None if there is none.
 
         ``unfit`` returns why this trainer cannot train a specification: others may take the job, and it shows
-        that reason while queued. All trainers must say the same. Any trainer may end a job its user cancelled.
+        that reason while queued. All trainers must say the same. Any trainer may end a job its user cancelled, unless
+        something of it is to be drained or saved.
 
         ``lost_first``: jobs of dead trainers come first, and waiting jobs are left alone while another job's trainer
         may turn out dead. A restarted trainer thus continues what it had.
@@ -161,7 +163,8 @@ class JobClaims(KeptJobs):
         if not (fields := await self._redis.hgetall(job_key(job, "job"))):
             return False
         record = read_record(job, fields)
-        problem = None if record.desired_state is DesiredState.CANCELLED else unfit(record.spec)
+        is_to_end = record.desired_state is DesiredState.CANCELLED and record.cancel_manner in (None, CancelManner.NOW)
+        problem = None if is_to_end else unfit(record.spec)
         if problem is None:
             return False
         await self.explain_queued(job, StatusReason("capacity", problem))

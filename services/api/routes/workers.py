@@ -115,8 +115,14 @@ def _without(one: RegisteredProcess, jobs: set[str]) -> RegisteredProcess:
                 ),
             )
         case EngineRecord() as record:
-            report = record.report and msgspec.structs.replace(record.report, label="", reason="")
-            job = record.job if record.job in mine else None
+            is_mine = record.job in mine
+            label = EngineLabel.parse_or_none(record.label)
+            report = record.report and msgspec.structs.replace(
+                record.report,
+                label=record.report.label if label is None or label.job in mine else "",
+                reason=record.report.reason if is_mine else "",
+            )
+            job = record.job if is_mine else None
             bare = msgspec.structs.replace(record, job=job, report=report, model_path=None, weight_version=None)
             return replace(one, record=bare)
     return one

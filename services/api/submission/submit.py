@@ -194,7 +194,10 @@ async def check_model(context: ApiContext, spec: JobSpec, caller: Caller) -> Non
 async def _may_read(context: ApiContext, model: str, caller: Caller) -> bool:
     """Of jobs that are not there, no more than of those of others."""
     jobs_dir = context.history.jobs_dir.path
-    path, jobs = await asyncio.to_thread(lambda: (Path(model).resolve(), jobs_dir.resolve()))
+    try:
+        path, jobs = await asyncio.to_thread(lambda: (Path(model).resolve(), jobs_dir.resolve()))
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or no name of a file
+        return True
     if caller.is_admin or jobs not in path.parents:
         return True
     try:

@@ -36,7 +36,7 @@ from services.trainer.telling.failure import AttemptFailed, JobFailure
 
 
 def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
-    """Write the checkpoint that a fork begins with, unless it has one that is intact.
+    """Write the checkpoint that a fork begins with, unless it is there and intact, or the fork has gone on.
 
     Raises JobFailure, UnsupportedModel, AttemptFailed, NoRoom, OSError.
     """
@@ -44,7 +44,8 @@ def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
         return
     step, past = spec.parent.step, Past(job.origin.path)
     found, beginning = checkpoints.positions(), Position(0, step)
-    if _any_intact(checkpoints, found):
+    # With others there it has gone on, and finds the newest that is intact as every job does.
+    if found and (found != [beginning] or _is_intact(checkpoints, beginning)):
         return
     try:
         start, way = past.way_to(step)
@@ -65,10 +66,10 @@ def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
     get_logger().info("forked", parent=spec.parent.job, step=step, steps_trained_again=len(way))
 
 
-def _any_intact(checkpoints: CheckpointStore, found: list[Position]) -> bool:
+def _is_intact(checkpoints: CheckpointStore, at: Position) -> bool:
     """Recovery tells of what another release wrote, and of what cannot be read right now: neither is damaged."""
     try:
-        return any(checkpoints.is_intact(at, _check) for at in reversed(found))
+        return checkpoints.is_intact(at, _check)
     except (OSError, UnknownCheckpointFormat):
         return True
 
@@ -94,7 +95,7 @@ def _train_again(origin: Path, step: int, lineage: Lineage, state: Path) -> None
         raise PastError(said)
     if done.returncode == UNSUPPORTED:
         raise UnsupportedModel(said)
-    if done.returncode and says_no_room(done.stderr):
+    if done.returncode and says_no_room(said):
         raise NoRoom(said)
     if done.returncode:
         how = how_it_ended(done.returncode)

@@ -53,6 +53,14 @@ async def submit(http: httpx.AsyncClient, model: Path | str, key: str = "", **qu
 
 
 @pytest.mark.usefixtures("worker")
+async def test_what_can_be_no_directory_is_no_model(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for model in (tmp_path / "loop", f"{tmp_path}/a\0b"):
+        answer = await submit(http, model, dry_run=True)
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "model_invalid"), model
+
+
+@pytest.mark.usefixtures("worker")
 async def test_a_model_that_no_worker_sees_is_refused_at_once(http: httpx.AsyncClient, tmp_path: Path) -> None:
     for query in ({}, {"dry_run": True}):
         answer = await submit(http, tmp_path / "nope", **query)

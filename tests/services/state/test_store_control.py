@@ -72,6 +72,18 @@ async def test_all_of_it_outlives_redis(
 # How a job is cancelled
 
 
+@pytest.mark.parametrize("manner", CancelManner)
+async def test_only_a_trainer_that_fits_drains_or_saves(store: Store, claim: Claim, manner: CancelManner) -> None:
+    job = claim.job_id
+    await store.jobs.set_status(job, JobStatus.RUNNING, token=claim.token)
+    await store.jobs.update_progress(job, claim.token, 7, 8)
+    await store.jobs.set_desired_state(job, "cancelled", manner)
+    await store.jobs.release(job, claim.token)
+    ends_here = await store.jobs.claim("small", unfit=lambda _: "too large")
+    assert (ends_here is not None) == (manner is CancelManner.NOW)
+    assert ends_here is not None or await store.jobs.claim("fitting") is not None
+
+
 async def test_a_drain_can_be_hurried_and_not_taken_back(store: Store, claim: Claim) -> None:
     for manner in (CancelManner.DRAIN, CancelManner.DRAIN, CancelManner.NOW):
         assert (await store.jobs.set_desired_state(claim.job_id, "cancelled", manner)).cancel_manner is manner
