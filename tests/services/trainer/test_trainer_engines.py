@@ -420,9 +420,11 @@ async def test_an_engine_that_is_slow_to_switch_holds_up_no_other(place: Place, 
     engines = {name: place.add_engine(name) for name in ("slow", "one", "two")}
     job = place.engines_of(claim, *(f"http://{name}" for name in engines), deadlines=Deadlines(pause_s=10**6))
     await job.engines.wait_for(first := await job.publish(0), num_engines=3)
-    engines["slow"].faults.append(Fault("/pause_generation", "hang"))
+    engines["slow"].faults.append(hang := Fault("/pause_generation", "hang"))
     for version in (1, 2, 3):
         manifest = await job.publish(version)
+        # Else it may wait for its turn until there is a newer version, which it is given instead.
+        await until(lambda: hang.times == 0)
         await until(serves(engines["one"], manifest))
         await until(serves(engines["two"], manifest))
     assert engines["slow"].label == first.label
