@@ -178,6 +178,7 @@ class JobRun:
         if (first := next(batches, None)) is None:
             return False
         if not await self._ends_on(learner, chain([first], batches)):
+            await self._publishing.finish()  # admission counts what is published, and admits after each later step only
             self.phase.enter(Phase.WAITING)
             return False
         await self._close(learner)

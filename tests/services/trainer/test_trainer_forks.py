@@ -26,6 +26,7 @@ from services.files.erasing import erase, of_member
 from services.files.job_dir import JobDir
 from services.files.origin import plan
 from services.state.jobs import CancelManner
+from services.trainer.groups.admission import Admission
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S
@@ -204,6 +205,33 @@ async def test_a_fork_is_fed_its_parents_batches_without_a_group_and_then_sample
     [row] = [one for one in await loop.store.metrics.read(child.job) if one["step"] == 3]
     assert otherwise.losses_otherwise[0] == row["gspo/loss"]
     assert theirs.steps() == BatchLog(JobDir(loop.job_dir)).steps()
+
+
+async def test_a_fork_whose_last_fed_step_is_published_late_plays_on_all_the_same(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is not published, a job without staleness admits nothing on top."""
+    spec = loop_spec(model_dir, steps=4, rollout={"group_size": 3, "max_staleness": 0})
+    original, admit, has_admitted = JobRun._publish_step, Admission.admit, asyncio.Event()
+
+    async def admits_once(admission: Admission) -> None:
+        await admit(admission)
+        has_admitted.set()
+
+    async def late(run: JobRun, *args: Any, admits: bool = True) -> None:
+        if not admits:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(has_admitted.wait(), 3)  # a slow disk
+        await original(run, *args, admits=admits)
+
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        await serve(loop)
+        monkeypatch.setattr(JobRun, "_publish_step", late)
+        monkeypatch.setattr(Admission, "admit", admits_once)
+        child = await fork_of(loop, child_spec(loop, 2, same_batches=True, fed={"last": 3}))
+        async with played(child):
+            await serve(child)
+    assert Past(child.job_dir).batch(4).trajectories[0].key.job == child.job
 
 
 @pytest.mark.parametrize(("size", "steps"), [(1, 9), (4, 5)])
