@@ -97,10 +97,13 @@ class JobEpisodes:
         return self._loaded.spec.resources.priority
 
     def num_wanted(self, spare: int) -> int:
-        """Places that it can use: all that it finds room for, or ``spare`` more than it has where nothing waits."""
-        is_ill = all(one.is_on for one in self._quarantines)  # then only a few try it, however many wait
-        held = 0 if is_ill else len(self._held)
-        return min(self.capacity, held + spare) if is_ill or self._queue_is_empty else self.capacity
+        """Places that it can use: all that it finds room for, ``spare`` more than it has where nothing waits, and no
+        more than it has while no engine serves it."""
+        if all(one.is_on for one in self._quarantines):
+            return min(self.capacity, spare)  # only a few try it, however many wait
+        if not self._engines.usable():
+            return len(self._held)
+        return min(self.capacity, len(self._held) + spare) if self._queue_is_empty else self.capacity
 
     @property
     def ill_environments(self) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Divides the places of a worker between jobs.
 
 Rule: by priority, and no wanted place stays empty: places that one job does not need go to the others. Every job that
-wants any gets at least one, while there are enough. It takes nothing back from a job that holds too many.
+wants any gets at least one, while there are enough; else the most important ones do, and equals take turns. It takes
+nothing back from a job that holds too many.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ class Want:
     """The most that it can use now."""
 
 
-def divide(num_places: int, wants: Mapping[str, Want]) -> dict[str, int]:
-    """Places for each job; together no more than ``num_places``, and no more than it wants."""
+def divide(num_places: int, wants: Mapping[str, Want], turn: int = 0) -> dict[str, int]:
+    """Places for each job; together no more than ``num_places``, and no more than it wants. ``turn``: whose it is."""
     hungry = [job for job, want in wants.items() if want.num_places > 0]
     given = dict.fromkeys(wants, 0)
+    if num_places < len(hungry):
+        return given | dict.fromkeys(_in_turn({job: wants[job].priority for job in hungry}, turn)[:num_places], 1)
     left, weight = num_places, sum(wants[job].priority for job in hungry)
     # A job that is owed less than one place gets one, before the rest is divided.
     for job in sorted(hungry, key=lambda job: (wants[job].priority, job)):
@@ -33,3 +36,11 @@ def divide(num_places: int, wants: Mapping[str, Want]) -> dict[str, int]:
         given[job] += more
         left, weight = left - more, weight - wants[job].priority
     return given
+
+
+def _in_turn(priorities: Mapping[str, float], turn: int) -> list[str]:
+    """The most important first, equals in an order that the turns move on."""
+    by_name = sorted(priorities)
+    equals = {priority: [job for job in by_name if priorities[job] == priority] for priority in priorities.values()}
+    groups = (equals[priority] for priority in sorted(equals, reverse=True))
+    return [job for group in groups for job in group[turn % len(group) :] + group[: turn % len(group)]]

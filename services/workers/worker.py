@@ -46,6 +46,8 @@ REPORT_S = 2.0
 LOG_S = 30.0
 # A job with nothing waiting keeps one place in so many free for what comes next; the others may have the rest.
 SPARE_SHARE = 8
+# Of a job, where there are more jobs than places.
+TURN_S = 60.0
 # How long to leave a job alone that cannot be loaded: a person has to change something first.
 RELOAD_S = 10.0
 ENDS_LOADING_S = 10.0
@@ -340,7 +342,7 @@ class EpisodeWorker:
         places = self._config.max_episodes
         spare = max(1, places // SPARE_SHARE)
         wants = {name: Want(one.priority, one.num_wanted(spare)) for name, one in self._jobs.items()}
-        return divide(places, wants).get(job, 0)
+        return divide(places, wants, turn=int(self._clock() / TURN_S)).get(job, 0)
 
     async def _tell_health(self, job: str, health: Mapping[str, str | bool]) -> None:
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone

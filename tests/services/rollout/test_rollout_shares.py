@@ -26,6 +26,16 @@ def test_what_one_does_not_need_goes_to_the_others() -> None:
     assert divide(12, {"a": Want(100, 2), "b": Want(0.01, 100)}) == {"a": 2, "b": 10}
 
 
+def test_too_few_places_go_to_the_most_important_jobs_and_equals_take_turns() -> None:
+    wants = {"a": Want(1, 9), "b": Want(0.5, 9), "c": Want(1, 9), "d": Want(2, 9), "e": Want(1, 9)}
+    shares = [divide(3, wants, turn) for turn in range(3)]
+    assert [sorted(job for job, num in share.items() if num) for share in shares] == [
+        ["a", "c", "d"],
+        ["c", "d", "e"],
+        ["a", "d", "e"],
+    ]
+
+
 @given(places=st.integers(0, 64), wants=WANTS)
 def test_no_place_is_wasted_and_nobody_who_wants_one_is_left_out(places: int, wants: dict[str, Want]) -> None:
     shares = divide(places, wants)

@@ -490,6 +490,18 @@ async def test_places_go_to_jobs_by_priority_and_the_idle_ones_share_to_the_busy
     assert (worker._share("high"), worker._share("low")) == (2, 14)
 
 
+async def test_a_job_that_no_engine_serves_leaves_its_places_to_the_others(stage: Stage) -> None:
+    served, waits = [await stage.submit(config={"replies": 30}) for _ in range(2)]
+    await stage.publish(served, stage.place.chatty)
+    await stage.publish(waits, stage.place.chatty, load=False)
+    for claim in (served, waits):
+        await stage.dispatch(claim, 8)
+    async with stage.working(stage.worker(max_episodes=4)) as worker:
+        await until(lambda: worker._jobs.keys() >= {served.job_id, waits.job_id})
+        await until(lambda: worker._jobs[served.job_id].num_episodes == 4)
+        assert worker._share(waits.job_id) == 0
+
+
 async def test_a_redis_that_is_killed_and_started_again_costs_no_token(place: Place, tmp_path: Path) -> None:
     with contextlib.ExitStack() as servers:
         server = servers.enter_context(RedisServer.spawn(tmp_path))
