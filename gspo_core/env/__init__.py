@@ -10,7 +10,8 @@ first messages), ``calls`` (deadlines, threads), ``loading`` (import strings). O
 from gspo_core.env.agents import AgentEnvironment, AgentStart
 from gspo_core.env.functions import from_functions
 from gspo_core.env.loading import NeedsAgent, load_environment
-from gspo_core.env.plain import RESERVED_NAMES, PlainEnvironment
+from gspo_core.env.plain import PlainEnvironment
+from gspo_core.env.tools import RESERVED_NAMES
 from gspo_core.env.trl import from_trl
 from gspo_core.environment_contract import (
     IMAGES,

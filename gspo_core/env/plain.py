@@ -16,20 +16,12 @@ from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.prompt import docstring_prompt
 from gspo_core.env.session import PlainSession
 from gspo_core.env.tasks import TASK_MEMBERS, EnvironmentTasks, read_tasks
-from gspo_core.env.tools import Tool, error_text
+from gspo_core.env.tools import RESERVED_NAMES, Tool, error_text
 from gspo_core.environment_contract import InvalidEnvironment, PhaseLimits, Timeouts, description
 from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from gspo_core.types import Split
-
-RESERVED_NAMES = frozenset(
-    {
-        *("tasks", "num_tasks", "eval_tasks", "num_eval_tasks", "reset", "get_reward", "done", "close", "limits"),
-        *("snapshot", "restore", "on_message", "replayable", "reward_range", "end_state"),
-    }
-)
-"""Never tools, like every name that begins with an underscore."""
 
 OURS = EnvironmentDialect()
 

@@ -31,6 +31,14 @@ from gspo_core.messages import Content, ParameterSchema, ToolSchema
 
 HIDDEN_PARAMETERS = frozenset({"self", "cls", "ctx"})
 
+RESERVED_NAMES = frozenset(
+    {
+        *("tasks", "num_tasks", "eval_tasks", "num_eval_tasks", "reset", "get_reward", "done", "close", "limits"),
+        *("snapshot", "restore", "on_message", "replayable", "reward_range", "end_state"),
+    }
+)
+"""Never tools, like every name that begins with an underscore."""
+
 # Long enough for a sentence that helps, short enough not to fill a context with one mistake.
 MAX_ERROR_CHARS = 400
 
@@ -39,9 +47,12 @@ Bound: TypeAlias = dict[str, object]
 
 
 def by_name(owner: str, functions: Iterable[FunctionType]) -> dict[str, FunctionType]:
-    """Raises InvalidEnvironment where two have one name, since a policy would be offered one of them alone."""
+    """Raises InvalidEnvironment where two have one name, since a policy would be offered one of them alone, and where
+    one has a name that no tool has, since it would stand in the place of that member."""
     found: dict[str, FunctionType] = {}
     for function in functions:
+        if function.__name__ in RESERVED_NAMES or function.__name__.startswith("_"):
+            raise InvalidEnvironment(f"{owner}: no tool can be named {function.__name__}")
         if function.__name__ in found:
             raise InvalidEnvironment(f"{owner}: two tools are named {function.__name__}")
         found[function.__name__] = function

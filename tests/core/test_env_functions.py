@@ -18,6 +18,7 @@ from gspo_core.env import (
     PlainEnvironment,
     Timeouts,
     from_functions,
+    from_trl,
     load_environment,
 )
 from gspo_core.env.functions import Call
@@ -113,6 +114,26 @@ async def test_a_plain_reward_leaves_the_loop_free_and_has_a_deadline() -> None:
 def test_a_task_without_a_prompt_is_refused() -> None:
     with pytest.raises(InvalidEnvironment, match=r"every task needs a prompt, \{'wants': 'tea'\} has none"):
         from_functions([price], tasks=[{"wants": "tea"}], reward=reward)
+
+
+@pytest.mark.parametrize("name", ["reset", "get_reward", "tasks", "close", "_price"])
+def test_a_tool_with_the_name_of_a_member_is_refused(name: str) -> None:
+    """It would take the place of the member, or be offered to nobody."""
+
+    def tool(drink: str) -> float:
+        """The price of a drink."""
+        return len(drink)
+
+    tool.__name__ = name
+    with pytest.raises(InvalidEnvironment, match=f"from_functions: no tool can be named {name}"):
+        from_functions([tool], tasks=TASKS, reward=reward)
+    with pytest.raises(InvalidEnvironment, match=f"trl: no tool can be named {name}"):
+        from_trl(tools=[tool], dataset=TASKS, reward_funcs=lambda **_: [])
+
+
+def test_a_tool_with_the_name_of_an_attribute_is_refused() -> None:
+    with pytest.raises(InvalidEnvironment, match="from_functions: price is a tool and an attribute"):
+        from_functions([price], tasks=TASKS, reward=reward, price=2.0)
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

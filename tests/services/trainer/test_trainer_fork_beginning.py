@@ -12,7 +12,9 @@ import pytest
 from gspo_core.learner import UnsupportedModel
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
-from gspo_core.replay.past import digests
+from gspo_core.replay import state_process
+from gspo_core.replay.past import DamagedPast, digests
+from gspo_core.replay.state_process import DAMAGED, UNSUPPORTED
 from gspo_core.spec import ParentSpec
 from services.files.checkpoints import CheckpointStore
 from services.files.disk_space import NoRoom
@@ -59,6 +61,8 @@ def seeded(job: JobDir, step: int = 3) -> list[Position]:
         ("echo step 3 trained again >&2; kill -9 $$", "SIGKILL"),
         ("echo torch.OutOfMemoryError: CUDA out of memory. >&2; exit 1", "CUDA out of memory"),
         ("exit 120", "exit status 120"),
+        # What it got over is not what ended it.
+        ("echo '[Errno 28] No space left on device' >&2; echo 'KeyError: weight' >&2; exit 1", "KeyError"),
     ],
 )
 def test_a_process_that_ends_early_fails_the_attempt_and_not_the_job(
@@ -106,6 +110,21 @@ def test_what_is_damaged_fails_the_job(job: JobDir) -> None:
     with pytest.raises(JobFailure, match="job_parent is damaged: DamagedPast") as raised:
         seeded(job)
     assert raised.value.code == "data_damaged"
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [(ValueError("an odd number"), DAMAGED), (DamagedPast("cut off"), DAMAGED), (UnsupportedModel("new"), UNSUPPORTED)],
+)
+def test_errors_that_last_are_told_from_those_that_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, end: int
+) -> None:
+    def arrive(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(state_process, "arrive", arrive)
+    assert state_process.main(["past", "3", "target"]) == end
+    assert str(error) in capsys.readouterr().err
 
 
 def changed(path: Path) -> None:
