@@ -122,8 +122,9 @@ def shared_steps(table: Sequence[Published]) -> dict[int, int]:
         for before, row in pairwise(table)
         if row.epoch != before.epoch
     }
-    newest = Position(table[-1].epoch, table[-1].step)
-    return {one.version: shared_step(Position(one.epoch, one.step), newest, forks) for one in table}
+    newest, furthest = Position(table[-1].epoch, table[-1].step), max(one.step for one in table)
+    shared = {epoch: shared_step(Position(epoch, furthest), newest, forks) for epoch in {one.epoch for one in table}}
+    return {one.version: min(one.step, shared[one.epoch]) for one in table}
 
 
 def vocab_size_of(model: Path) -> int:

@@ -9,15 +9,20 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gspo_core.codec import decode
 from gspo_core.position import Position
+from gspo_core.staleness import shared_step
 from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
+from services.api.submission.trajectories import shared_steps
 from services.state.jobs import WentBack
 from services.state.queue import Append, Bus
 from services.state.store import Claim, JobStatus, Store
+from services.state.versions import Version
 from services.trainer.groups.intake import Intake
 from tests.core.learner_support import write_model
 from tests.core.test_model_files import SOUND, write_files
@@ -316,3 +321,21 @@ async def test_a_job_that_is_only_pushed_to_learns_what_a_plain_loop_learns(
         counts = await loop.bus.counters(loop.job)
         assert counts["trained"] == 2 * spec.groups_per_step
         assert fingerprint(saved(loop)) == fingerprint(plain_loop(spec, tmp_path))
+
+
+@given(st.data())
+def test_the_shared_steps_of_many_versions_are_those_of_each(data: st.DataObject) -> None:
+    table = [Version(1, 1, 0, None)]
+    forks = dict[int, Position]()
+    while len(table) < data.draw(st.integers(1, 25)):
+        last = table[-1]
+        if not data.draw(st.booleans()):
+            table.append(Version(last.version + 1, last.epoch, last.step + 1, last.version))
+            continue
+        parent = data.draw(st.sampled_from(table))
+        table.append(Version(last.version + 1, last.epoch + 1, parent.step, parent.version))
+        forks[last.epoch + 1] = Position(parent.epoch, parent.step)
+    newest = Position(table[-1].epoch, table[-1].step)
+    assert shared_steps(table) == {
+        one.version: shared_step(Position(one.epoch, one.step), newest, forks) for one in table
+    }
