@@ -67,3 +67,30 @@ def test_an_environment_that_is_well_says_nothing_of_others(modules: Path) -> No
 def test_an_environment_that_fails_again_is_an_alarm_again(modules: Path) -> None:
     events = [health(False), health(False), health(True), health(False)]
     assert answer(modules, ALARMS, events) == [["rollout-0", "cannot play episodes of calculator: gone", 1]]
+
+
+PAGES = """
+    const asked = [];
+    const event = (_, at) => ({ id: `${at + 1}`, type: "evaluation", data: { step: at } });
+    const events = Array.from({ length: given }, event);
+    globalThis.fetch = async (path) => {
+      const query = new URL(path, "http://service").searchParams;
+      const [after, limit] = [Number(query.get("after") ?? 0), Number(query.get("limit"))];
+      const data = events.slice(after, after + limit);
+      asked.push(limit);
+      const page = { data, has_more: after + limit < events.length, last_id: data.at(-1)?.id ?? null };
+      return { ok: true, json: async () => page };
+    };
+    const { readTold } = await load("pages/job/told.js");
+    const told = await readTold("job", null);
+    return { newest: told.at(-1)?.data.step ?? null, count: told.length, asked };
+"""
+
+
+def test_the_newest_events_are_read_however_many_came_before(modules: Path) -> None:
+    assert answer(modules, PAGES, 2500) == {"newest": 2499, "count": 2500, "asked": [1000] * 3}
+    assert answer(modules, PAGES, 10_000)["newest"] == 9999
+
+
+def test_a_job_that_told_nothing_is_asked_once(modules: Path) -> None:
+    assert answer(modules, PAGES, 0) == {"newest": None, "count": 0, "asked": [1000]}

@@ -2,7 +2,12 @@
 
 import { list } from "../../api.js";
 
-export const readTold = (id, signal) => list(`/v1/jobs/${id}/events?types=evaluation,alert,env.health`, signal);
+// The service keeps so many events of a job, and a page of them holds so many.
+const KEPT = 10_000;
+const PAGE = 1_000;
+
+/** All of them that are kept: the newest stand at the end. */
+export const readTold = (id, signal) => list(`/v1/jobs/${id}/events?types=evaluation,alert,env.health`, signal, KEPT, PAGE);
 
 /** Returns {evaluations, alarms, take(event)}. An environment that is well again on a worker is no alarm any more. */
 export function toldOf() {
