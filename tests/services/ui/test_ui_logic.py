@@ -94,3 +94,40 @@ def test_the_newest_events_are_read_however_many_came_before(modules: Path) -> N
 
 def test_a_job_that_told_nothing_is_asked_once(modules: Path) -> None:
     assert answer(modules, PAGES, 0) == {"newest": None, "count": 0, "asked": [1000]}
+
+
+NUMBERS = """
+    const { fixed, number } = await load("format.js");
+    return given.map((value) => [number(value), fixed(value)]);
+"""
+
+
+def test_a_small_number_is_not_shown_as_zero(modules: Path) -> None:
+    shown = {
+        1e-6: ["1e-6", "1e-6"],
+        -2.5e-7: ["-2.5e-7", "-2.5e-7"],
+        0.00025: ["0.00025", "0.00025"],
+        0.0015: ["0.0015", "0.0015"],
+        0.004: ["0.004", "0.004"],
+    }
+    assert answer(modules, NUMBERS, list(shown)) == list(shown.values())
+
+
+def test_other_numbers_are_shown_as_before(modules: Path) -> None:
+    shown = {
+        0.0: ["0", "0.00"],
+        0.05: ["0.05", "0.05"],
+        0.1234: ["0.123", "0.12"],
+        -1.5: ["-1.5", "-1.50"],
+        12345.6: ["12,346", "12345.60"],
+        5e-17: ["0", "0.00"],  # what is left of 0.1 + 0.2 - 0.3
+    }
+    assert answer(modules, NUMBERS, list(shown)) == list(shown.values())
+
+
+def test_counts_and_what_is_missing_are_shown_as_before(modules: Path) -> None:
+    script = """
+        const { fixed, number } = await load("format.js");
+        return [number(0.3, 0), number(7, 0), number(0.04, 1), number(null), fixed(undefined)];
+    """
+    assert answer(modules, script) == ["0", "7", "0", "–", "–"]
