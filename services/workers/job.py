@@ -1,7 +1,8 @@
 """All episodes of one job that this worker holds: leased up to a limit, each its own task, handed back on leaving.
 
 Rule: an episode's task never raises (see `episode`), so no episode can end another; and every leased episode is
-finished, lost to a fence, or handed back. `loading` loads the parts of a job.
+finished, lost to a fence, or handed back. What ends a lease is answered before the next lease is asked for: its repeat
+would end that one. `loading` loads the parts of a job.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class JobEpisodes:
         self._held: set[EpisodeKey] = set()
         self._is_owed_leases = False
         """They were asked for, and the answer was not awaited: the next one holds them too."""
+        self._turn = asyncio.Lock()
+        """To begin leases, or to end one. If the reply to an ending is lost it is said again, and the token fences only
+        other workers: were its episode leased here in between, the repeat would take it from the new lease."""
         self._wake = asyncio.Event()
 
     @property
@@ -165,7 +169,8 @@ class JobEpisodes:
     async def _lease(self, limit: int) -> list[LeasedEpisode]:
         setting = self._setting
         try:
-            return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
+            async with self._turn:
+                return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
         except Fenced:
             return []  # the worker's beat notices too, and ends everything
         except Damaged:
@@ -182,7 +187,7 @@ class JobEpisodes:
             return  # still held: handed back with the others
         except Interrupted:
             setting.counters.add("episodes/interrupted")
-            await setting.retrier.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
+            await self._end_lease(partial(self._bus.interrupt, self._job, setting.token, [lease.key]))
         except Fenced as error:
             setting.counters.add("episodes/erased" if isinstance(error, EpisodeErased) else "episodes/fenced")
         except Damaged:  # of its group: the queue is emptied, and the group dispatched again
@@ -190,15 +195,19 @@ class JobEpisodes:
         except Gap:
             # The server lost acknowledged segments; a new lease says which it still has.
             setting.counters.add("episodes/rolled_back")
-            await setting.retrier.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
+            await self._end_lease(partial(self._bus.hand_back, self._job, setting.token, [lease.key]))
         except Exception as error:
             # Only a defect of ours leads here. After three such leases the queue gives the episode up.
             setting.counters.add("episodes/broken")
             get_logger().exception("episode broken", episode=str(lease.key))
             reason = f"{type(error).__name__}: {error}"
-            await setting.retrier.keep_trying(self._bus.fail, lease.key, setting.token, reason)
+            await self._end_lease(partial(self._bus.fail, lease.key, setting.token, reason))
         self._held.discard(lease.key)
         self._wake.set()
+
+    async def _end_lease(self, call: Callable[[], Awaitable[None]]) -> None:
+        async with self._turn:
+            await self._setting.retrier.keep_trying(call)
 
     async def _begin_to_leave(self, limit: asyncio.Timeout) -> None:
         """From the wish on, also while Redis is away and a lease is not answered."""

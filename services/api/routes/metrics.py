@@ -42,7 +42,8 @@ class MetricsQuery(BaseModel):
     """Rows in the answer; not together with `max_points`."""
     max_points: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """At most so many rows for all steps from `from_step` on: neighbouring steps are put together. Such a row has the
-    last `step` of them, their `count`, for each name the mean, and under `low` and `high` the extremes."""
+    last `step` of them, their `count`, for each name the mean, and under `low` and `high` the extremes. The newest step
+    is a row of its own if there are two or more."""
 
 
 @router.get("", response_model=MetricsView, responses={200: {"content": {CSV: _TEXT, NDJSON: _TEXT}}})
@@ -66,10 +67,15 @@ async def read_metrics(
 
 
 def downsample(rows: Sequence[MetricRow], max_points: int) -> list[Bucket]:
-    """Neighbours put together into at most ``max_points`` rows of about equally many steps."""
+    """Neighbours put together into at most ``max_points`` rows of about equally many steps.
+
+    The newest step stays alone, so that what is shown as the newest number is one; a single row holds all steps.
+    """
     count = min(max_points, len(rows))
-    edges = [round(number * len(rows) / count) for number in range(count + 1)] if count else []
-    return [_bucket(rows[begin:end]) for begin, end in pairwise(edges)]
+    if count < 2:
+        return [_bucket(rows)] if rows else []
+    edges = [round(number * (len(rows) - 1) / (count - 1)) for number in range(count)]
+    return [_bucket(rows[begin:end]) for begin, end in pairwise([*edges, len(rows)])]
 
 
 def _bucket(rows: Sequence[MetricRow]) -> Bucket:

@@ -291,10 +291,24 @@ async def test_metrics_as_csv_and_put_together_for_a_picture(http: httpx.AsyncCl
     assert text[0] == "step,reward/mean,staleness/mean"
     assert [float(line.split(",")[1]) for line in text[1:]] == [row["reward/mean"] for row in rows]
     points = await data(http, path + "&max_points=3")
-    assert [(one["step"], one["count"]) for one in points] == [(2, 2), (4, 2), (6, 2)]
+    assert [(one["step"], one["count"]) for one in points] == [(2, 2), (5, 3), (6, 1)]
     pair = [row["reward/mean"] for row in rows[:2]]
     assert points[0]["reward/mean"] == sum(pair) / 2
     assert (points[0]["low"]["reward/mean"], points[0]["high"]["reward/mean"]) == (min(pair), max(pair))
+
+
+async def test_the_newest_of_the_points_for_a_picture_is_the_newest_step_itself(
+    http: httpx.AsyncClient, job: RecordedJob
+):
+    path = f"/v1/jobs/{job.id}/metrics?names=reward/mean,staleness/mean"
+    rows = await data(http, path)
+    for most in range(2, len(rows) + 2):
+        points = await data(http, f"{path}&max_points={most}")
+        assert len(points) == min(most, len(rows))
+        assert sum(one["count"] for one in points) == len(rows)
+        assert points[-1] | rows[-1] == points[-1]
+    (whole,) = await data(http, f"{path}&max_points=1")
+    assert (whole["step"], whole["count"]) == (6, 6)
 
 
 async def test_events_of_some_types(http: httpx.AsyncClient, job: RecordedJob):

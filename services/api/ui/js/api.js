@@ -60,12 +60,12 @@ export async function remove(path) {
   return answer.ok ? read(answer) : refuse(answer);
 }
 
-/** Whole list, page by page, at most `most` items. */
-export async function list(path, signal, most = 1000) {
+/** Whole list, `size` items at a time, at most `most`. */
+export async function list(path, signal, most = 1000, size = 100) {
   const items = [];
   let after = "";
   while (items.length < most) {
-    const page = await get(path + (path.includes("?") ? "&" : "?") + `limit=100${after}`, signal);
+    const page = await get(path + (path.includes("?") ? "&" : "?") + `limit=${size}${after}`, signal);
     items.push(...page.data);
     if (!page.has_more) break;
     after = `&after=${encodeURIComponent(page.last_id)}`;

@@ -1,11 +1,16 @@
 // Numbers, times and states as a person reads them.
 
+// A learning rate is no zero, and what is left of 0.1 + 0.2 - 0.3 is one.
+const isSmall = (value, below) => Math.abs(value) < below && Math.abs(value) > 1e-12;
+const twoDigits = (value) => (Math.abs(value) < 1e-4 ? value.toExponential(1).replace(".0e", "e") : Number(value.toPrecision(2)).toString());
+
 export const number = (value, digits = 3) =>
   value === null || value === undefined || Number.isNaN(value) ? "–"
-    : Math.abs(value) >= 10000 ? Math.round(value).toLocaleString("en") : Number(value.toFixed(digits)).toString();
+    : Math.abs(value) >= 10000 ? Math.round(value).toLocaleString("en")
+      : digits > 1 && isSmall(value, 10 ** (1 - digits)) ? twoDigits(value) : Number(value.toFixed(digits)).toString();
 
 export const fixed = (value, digits = 2) =>
-  value === null || value === undefined || Number.isNaN(value) ? "–" : value.toFixed(digits);
+  value === null || value === undefined || Number.isNaN(value) ? "–" : isSmall(value, 0.5 / 10 ** digits) ? twoDigits(value) : value.toFixed(digits);
 
 export const percent = (share, digits = 0) =>
   share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;

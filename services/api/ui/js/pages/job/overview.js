@@ -1,12 +1,13 @@
 // What a job does now: its newest numbers, alarms in words, curves, and the groups under way. It follows the job's events.
 
-import { ApiError, follow, get, list } from "../../api.js";
+import { ApiError, follow, get } from "../../api.js";
 import { h, show } from "../../dom.js";
 import { duration, fixed, isOver, number, percent } from "../../format.js";
 import { card, tile } from "../../pieces.js";
 import { drawCurves, makeCurves, SHOWN } from "./curves.js";
 import { recentGroups } from "./groups.js";
 import { timeSpent } from "./time.js";
+import { readTold, toldOf } from "./told.js";
 
 const MAX_POINTS = 800;
 const RATE_WINDOW = 10;
@@ -20,16 +21,8 @@ export async function overview({ id, body, signal, refresh, job, fail }) {
     follow(id, null, signal, (event) => take(event), state).catch(fail);
   }
   const rows = await metricRows(id, signal);
-  const told = await list(`/v1/jobs/${id}/events?types=evaluation,alert,env.health`, signal);
-  const evaluations = new Map();
-  const alarms = new Map();
-  const raise = (kind, when, text, advice) => { const count = (alarms.get(kind)?.count || 0) + 1; alarms.delete(kind); alarms.set(kind, { when, text, advice, count }); };
-  const note = (event) => {
-    if (event.type === "evaluation") evaluations.set(event.data.step, event.data["reward/mean"] ?? null);
-    else if (event.type === "alert") raise(event.data.kind, `step ${event.data.step}`, event.data.message, event.data.advice);
-    else if (event.type === "env.health" && event.data.healthy === false) raise(event.data.worker, event.data.worker, `cannot play episodes: ${event.data.error}`);
-  };
-  told.forEach(note);
+  const { evaluations, alarms, take: note } = toldOf();
+  (await readTold(id, signal)).forEach(note);
   const charts = makeCurves();
   const time = timeSpent();
   signal.addEventListener("abort", () => [...Object.values(charts), time].forEach((one) => one.stop()));
