@@ -125,6 +125,8 @@ class EpisodeWorker:
         self._jobs: dict[str, JobEpisodes] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
+        self._not_servable: set[str] = set()
+        """Jobs of which that was told last."""
         self._is_draining = False
         self._place, self._generation = config.place, 0
 
@@ -244,6 +246,7 @@ class EpisodeWorker:
                     await self._report_unservable(job, f"{type(error).__name__}: {error}", leaving)
         finally:
             self._leaving.pop(job, None)
+            self._not_servable.discard(job)
             log.info("no longer serving")
 
     async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
@@ -260,6 +263,9 @@ class EpisodeWorker:
             self._jobs[job] = self._rollout(job, loaded, token, leaving)
             names = [environment.name for environment in loaded.environments]
             get_logger().info("serving", job=job, environments=names, capacity=loaded.capacity)
+            if job in self._not_servable:
+                self._not_servable.discard(job)
+                await self._tell_health(job, {"healthy": True, "error": ""})
             await self._jobs[job].run()
         finally:
             self._jobs.pop(job, None)  # a job that is not served wants no places
@@ -286,9 +292,8 @@ class EpisodeWorker:
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
         """Tells the job's owner, and leaves the job alone for a while."""
         self.counters.add("jobs/not_servable")
-        health = {"worker": self._config.name, "healthy": False, "error": error}
-        with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
-            await self._retrier.keep_trying(self._store.events.add, job, "env.health", health)
+        self._not_servable.add(job)
+        await self._tell_health(job, {"healthy": False, "error": error})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELOAD_S):
                 await leaving.wait()

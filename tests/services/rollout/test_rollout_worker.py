@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -47,7 +48,7 @@ from services.workers import processes
 from services.workers import worker as worker_module
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
-from services.workers.loading import load_job
+from services.workers.loading import JobNotServable, LoadedJob, load_job
 from services.workers.worker import EpisodeWorker, WorkerConfig
 from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
@@ -702,6 +703,31 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     for trajectory in await stage.trajectories(failing, 2):
         assert (trajectory.outcome.stop_reason, trajectory.reward) == (StopReason.ENV_ERROR, None)
     assert worker.counters["attempts/reset_failed"] == 12
+
+
+async def test_a_job_that_can_be_served_after_all_is_said_to_be_well(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "RELOAD_S", 0.01)
+    claim = await stage.submit()
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 1)
+    worker = stage.worker()
+    load, num_tries = worker._load, itertools.count()
+
+    async def loads_at_last(*order: Any) -> LoadedJob:
+        if next(num_tries) < 2:
+            raise JobNotServable("its image is not here yet")
+        return await load(*order)
+
+    monkeypatch.setattr(worker, "_load", loads_at_last)
+    async with stage.working(worker):
+        await stage.all_ready(claim, 1)
+    told = [event.data for event in await stage.store.events.read(claim.job_id) if event.type == "env.health"]
+    assert [(one["healthy"], one["error"]) for one in told] == [
+        *[(False, "its image is not here yet")] * 2,
+        (True, ""),
+    ]
 
 
 async def test_a_worker_that_is_asked_to_leave_does_not_wait_for_an_environment_that_is_loading(
