@@ -321,7 +321,7 @@ class Stack:
         while time.monotonic() < deadline:
             self.check()
             try:
-                if httpx.get(url, timeout=2.0).status_code == 200:
+                if httpx.get(url, timeout=2.0, trust_env=False).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

@@ -173,6 +173,25 @@ def test_who_comes_while_the_gateway_starts_again_waits_and_is_answered(
     assert answers == [b"HTTP/1.1 200 OK"]
 
 
+def test_a_proxy_of_the_user_is_not_asked_for_what_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("http_proxy", os.environ["HTTP_PROXY"])
+    monkeypatch.setattr("services.launch.stack.START_TIMEOUT_S", 1.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            Stack(StackConfig(tmp_path, tmp_path))._wait_until_answering(f"{url}/livez", "api")
+            main(["doctor", "--url", url])
+        finally:
+            server.shutdown()
+    assert f"{url} is ready" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
