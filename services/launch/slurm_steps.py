@@ -34,6 +34,7 @@ class SlurmSteps:
             f"--job-name={member.name}",
             f"--nodelist={self._nodes[member.node]}",
             *("--nodes=1", "--ntasks=1", "--exact", "--mpi=none", "--input=none", "--open-mode=append"),
+            "--export=ALL",  # a site, or the allocation, may export nothing
             f"--cpus-per-task={member.cpus}",
             f"--mem={member.memory_mb}M",
             f"--gres=gpu:{len(member.devices)}" if member.devices else "--gres=none",
