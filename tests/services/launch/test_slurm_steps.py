@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.files.data_dir import DataDir
+from services.launch import slurm_steps
 from services.launch.placement import Member, PlacementRequest, place
 from services.launch.slurm_steps import SlurmStep, SlurmSteps
 from services.launch.topology import Site
@@ -16,6 +20,23 @@ from tests.patience import HANG_S
 SRUN = """#!/bin/sh
 printf '%s\\n' "$@" >"$SAID/srun.new"
 mv "$SAID/srun.new" "$SAID/srun"
+"""
+RUNS = """#!/bin/sh
+trap 'echo terminated >>"$SAID/srun"; exit 0' TERM
+echo begun >>"$SAID/srun"
+while :; do sleep 0.01; done
+"""
+# Slow or refusing until told otherwise.
+SQUEUE = """#!/bin/sh
+echo "$@" >>"$SAID/squeue"
+[ -e "$SAID/is_slow" ] && exec sleep 100
+[ -e "$SAID/is_away" ] && exit 1
+cat "$SAID/steps"
+"""
+SCANCEL = """#!/bin/sh
+echo "$@" >>"$SAID/scancel"
+[ -e "$SAID/is_slow" ] && exec sleep 100
+true
 """
 
 
@@ -58,3 +79,67 @@ def test_a_step_has_our_settings_whatever_the_site_exports_unless_its_user_says_
     step = slurm.start("--export=NONE")
     assert step._srun.wait(HANG_S) == 0
     assert [word for word in slurm.said("srun") if word.startswith("--export")] == ["--export=ALL", "--export=NONE"]
+
+
+@pytest.fixture
+def running(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmStep]:
+    """The trainer, with a controller that can be slow."""
+    monkeypatch.setattr(slurm_steps, "ASK_AGAIN_S", 0.0)
+    for name, text in {"srun": RUNS, "squeue": SQUEUE, "scancel": SCANCEL}.items():
+        slurm.program(name, text)
+    (slurm.folder / "steps").write_text("7.0|redis\n7.1|trainer\n")
+    step = slurm.start()
+    deadline = time.monotonic() + HANG_S
+    while not slurm.said("srun"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield step
+    step._srun.kill()
+    step._srun.wait()
+
+
+@pytest.mark.parametrize("trouble", ["is_slow", "is_away"])
+def test_who_cannot_be_asked_to_leave_yet_is_asked_again_and_not_killed(
+    slurm: Slurm, running: SlurmStep, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` would kill its task; as long as the controller does not say that there is no step, it is left alone."""
+    (slurm.folder / trouble).touch()
+    with monkeypatch.context() as hasty:
+        hasty.setattr(slurm_steps, "COMMAND_S", 0.2)
+        running.ask_to_leave()
+        assert running.poll() is None
+    (slurm.folder / trouble).unlink()
+    assert running.poll() is None
+    assert slurm.said("scancel") == ["--ctld --signal=TERM 7.1"]
+    num_asked = len(slurm.said("squeue"))
+    assert running.poll() is None
+    assert len(slurm.said("squeue")) == num_asked, "it was asked already: a second signal is one for haste"
+    assert slurm.said("srun") == ["begun"]
+
+
+def test_a_signal_that_takes_long_is_not_sent_twice(
+    slurm: Slurm, running: SlurmStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.program("scancel", SCANCEL.replace("is_slow", "steps"))
+    with monkeypatch.context() as hasty:
+        hasty.setattr(slurm_steps, "COMMAND_S", 1.0)
+        running.ask_to_leave()
+    assert running.poll() is None
+    assert len(slurm.said("scancel")) == 1
+    assert slurm.said("srun") == ["begun"]
+
+
+def test_a_step_that_has_not_begun_is_not_started(slurm: Slurm, running: SlurmStep) -> None:
+    (slurm.folder / "steps").write_text("7.0|redis\n")
+    running.ask_to_leave()
+    assert running._srun.wait(HANG_S) == 0
+    assert slurm.said("srun") == ["begun", "terminated"]
+
+
+def test_who_does_not_leave_is_killed_however_slow_the_controller_is(
+    slurm: Slurm, running: SlurmStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm.folder / "is_slow").touch()
+    monkeypatch.setattr(slurm_steps, "COMMAND_S", 0.2)
+    running.kill()
+    assert running.poll() == -signal.SIGKILL
