@@ -103,8 +103,8 @@ def _find(ids: Sequence[int], token: int, start: int) -> int:
 class LlamaCalls:
     """Llama 3: the whole turn is a call, ``{"name": ..., "parameters": {...}}``, or several separated by ``;``.
 
-    Only its shape marks a call. An object with neither a name nor parameters is an answer in JSON; unreadable text
-    that starts like a call is an attempt.
+    Only its shape marks a call: an object with a name and parameters. One that lacks either is an answer in JSON, and
+    then text may go on behind it; unreadable text that starts like a call is an attempt.
     """
 
     opening_id = None
@@ -116,7 +116,7 @@ class LlamaCalls:
     def begin(self, ids: Sequence[int], start: int) -> int:
         if self._tag is not None and self._tag in ids[start:]:
             return ids.index(self._tag, start)
-        return start if _LLAMA_CALL.match(self._tokenizer.decode(ids[start:])) else len(ids)
+        return start if _is_llama_attempt(self._tokenizer.decode(ids[start:])) else len(ids)
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
         if begin == len(ids):
@@ -208,6 +208,7 @@ def open_glm_xml(name: str) -> str:
 
 
 _LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|function)"\s*:')
+_LLAMA_KEYS = frozenset({"name", "parameters", "arguments", "function", "type"})
 _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 # One newline on each side belongs to the syntax, the rest to the value.
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -218,6 +219,19 @@ def _named(value: JSON, *argument_keys: str) -> Reading:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None, {}, CallStatus.MISSING_NAME
     return name, next((value[key] for key in argument_keys if key in value), {}), CallStatus.OK
+
+
+def _is_llama_attempt(text: str) -> bool:
+    """Without a name it is one if it has nothing but what calls have."""
+    if not _LLAMA_CALL.match(text):
+        return False
+    try:
+        value, _ = strict_json_at(text, text.index("{"))
+    except ValueError:
+        return True
+    if not isinstance(value, dict) or not any(isinstance(value.get(key), dict) for key in ("parameters", "arguments")):
+        return False
+    return isinstance(value.get("name"), str) or value.keys() <= _LLAMA_KEYS
 
 
 def _read_llama(text: str, position: int) -> tuple[Reading, int]:

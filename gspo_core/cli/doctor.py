@@ -51,7 +51,7 @@ def _api(url: str) -> Finding:
     import httpx
 
     try:
-        answer = httpx.get(f"{url}/readyz", timeout=3.0)
+        answer = httpx.get(f"{url}/readyz", timeout=3.0, trust_env=False)
     except httpx.TransportError:
         return Finding(Verdict.NOTE, "api", f"nothing answers at {url}: start the stack with gspo up")
     try:

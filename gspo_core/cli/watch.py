@@ -48,6 +48,8 @@ class WatchedJob:
     step_times_s: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    is_alarming: bool = False
+    """The last note is of something that is wrong, not of its end."""
 
     @property
     def is_over(self) -> bool:
@@ -66,8 +68,11 @@ class WatchedJob:
             self.evaluations.append((int(held_out["step"]), held_out.get("reward/mean", math.nan)))
         elif kind == "alert":
             self.notes.append(_note(data))
-        elif kind == "env.health" and not data.get("healthy", True):
-            self._note_once(f"{data.get('worker', 'a worker')} cannot play episodes: {data.get('error', 'unknown')}")
+            self.is_alarming = True
+        elif kind == "env.health":
+            worker, self.is_alarming = data.get("worker", "a worker"), not data.get("healthy", True)
+            ill = f"{worker} cannot play episodes: {data.get('error', 'unknown')}"
+            self._note_once(ill if self.is_alarming else f"{worker} plays episodes again")
 
     def _take_step(self, data: Mapping[str, float]) -> None:
         # After a crash steps are taken again: what came after the point where the job went on is void.
@@ -169,7 +174,7 @@ def describe(view: WatchedJob, kind: str) -> str:
         bounds = f" ({found['reward/low']:.3f} to {found['reward/high']:.3f})" if "reward/low" in found else ""
         return f"held-out reward {reward:.3f}{bounds} after step {at}"
     if kind in ("alert", "env.health") and view.notes:
-        return f"alert: {view.notes[-1]}"
+        return f"alert: {view.notes[-1]}" if view.is_alarming else view.notes[-1]
     if kind != "step":
         return ""
     step = view.last_step

@@ -47,7 +47,7 @@ GREETING_TIMEOUT_S = 5.0
 LEAVING_S = 20.0
 # The waiting worker has its own limit; when it disconnects, the host ends.
 BOOT_TIMEOUT_S = 3600.0
-OPERATIONS = frozenset({"start", "act", "ended", "score", "restore", "close"})
+OPERATIONS = frozenset({"start", "act", "handed_out", "ended", "score", "restore", "close"})
 _LENGTH = struct.Struct("<I")
 
 

@@ -50,7 +50,7 @@ class Sites:
             return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
         one, root = self._look_up(order.ref)
         if (agent := one.agent if order.agent is None else order.agent) is not None:
-            order = replace(order, agent=_in_upload(agent, root))
+            order = replace(order, agent=_judged_in_upload(agent, root))
         if self.elsewhere and root is not None:
             raise InvalidEnvironment(
                 f"{order.ref} was uploaded; remote services (GSPO_ENV_HOSTS) lack its files and run references only"
@@ -58,8 +58,7 @@ class Sites:
         if root is None:
             networks = self.networks if one.is_remote else None
             return replace(order, ref=one.ref, config=one.config, paths=(), networks=networks)
-        is_file = one.ref.rpartition(":")[0].endswith(".py")
-        ref = f"{root}/{one.ref}" if is_file else one.ref
+        ref = _in_upload(one.ref, root)
         return replace(order, ref=ref, config=one.config, paths=(str(root),), networks=None, is_upload=True)
 
     def _look_up(self, reference: str) -> tuple[Registration, Path | None]:
@@ -87,8 +86,19 @@ class Sites:
         return boot_placed
 
 
-def _in_upload(agent: Mapping[str, JSON], root: Path | None) -> Mapping[str, JSON]:
-    """A file that judges its episodes is beside it."""
+def _judged_in_upload(agent: Mapping[str, JSON], root: Path | None) -> Mapping[str, JSON]:
+    """A file that judges its episodes is beside it. Raises ``InvalidEnvironment``."""
     reward = agent.get("reward")
-    is_file = isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
-    return {**agent, "reward": f"{root}/{reward}"} if root is not None and is_file else agent
+    if root is None or not isinstance(reward, str):
+        return agent
+    return {**agent, "reward": _in_upload(reward, root)}
+
+
+def _in_upload(ref: str, root: Path) -> str:
+    """``ref`` with the whole path of its file, if it names one. Raises ``InvalidEnvironment`` for one elsewhere."""
+    file = ref.rpartition(":")[0]
+    if not file.endswith(".py"):
+        return ref
+    if not Path(f"{root}/{file}").resolve().is_relative_to(root.resolve()):
+        raise InvalidEnvironment(f"{ref}: {file} lies outside of the upload, and an upload uses its own files only")
+    return f"{root}/{ref}"

@@ -7,8 +7,10 @@ GPUs these are. Runs where the batch script runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 
 from gspo_core.cli.command import CommandError
@@ -19,6 +21,8 @@ from services.process.children import die_with_parent
 # What the allocation asked for; a step asks for its own part.
 _OF_THE_ALLOCATION = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_TRES_PER")
 COMMAND_S = 30.0
+# While nothing is known of the step of a member that is to leave.
+ASK_AGAIN_S = 2.0
 
 
 class SlurmSteps:
@@ -34,6 +38,7 @@ class SlurmSteps:
             f"--job-name={member.name}",
             f"--nodelist={self._nodes[member.node]}",
             *("--nodes=1", "--ntasks=1", "--exact", "--mpi=none", "--input=none", "--open-mode=append"),
+            "--export=ALL",  # a site, or the allocation, may export nothing
             f"--cpus-per-task={member.cpus}",
             f"--mem={member.memory_mb}M",
             f"--gres=gpu:{len(member.devices)}" if member.devices else "--gres=none",
@@ -52,41 +57,59 @@ class SlurmSteps:
         return SlurmStep(member.name, srun)
 
 
+class _NotKnown(Exception):
+    """Slurm does not say which steps run."""
+
+
 class SlurmStep:
     def __init__(self, name: str, srun: subprocess.Popen[bytes]) -> None:
         self._name = name
         self._srun = srun
+        self._ask_again_at: float | None = None
+        """When it is asked to leave once more, since Slurm did not say whether there is a step to signal."""
 
     def poll(self) -> int | None:
-        return self._srun.poll()
+        code = self._srun.poll()
+        if code is None and self._ask_again_at is not None and time.monotonic() >= self._ask_again_at:
+            self.ask_to_leave()
+        return code
 
     def ask_to_leave(self) -> None:
-        if not self._signal("TERM"):
-            self._srun.terminate()  # it has not begun
+        """While nothing is known of its step, ``poll`` asks again: ``srun`` would kill a task that runs."""
+        try:
+            is_begun = self._signal("TERM")
+        except _NotKnown:
+            self._ask_again_at = time.monotonic() + ASK_AGAIN_S
+            return
+        self._ask_again_at = None
+        if not is_begun:
+            self._srun.terminate()
 
     def kill(self) -> None:
-        self._signal("KILL")
+        self._ask_again_at = None
+        with contextlib.suppress(_NotKnown):
+            self._signal("KILL")
         self._srun.kill()
         self._srun.wait()
 
     def _signal(self, name: str) -> bool:
         """Whether there was a step to signal. By way of the controller: else Slurm 22.05 reports an error in a larger
-        allocation, after it has signalled more than once."""
+        allocation, after it has signalled more than once. Raises ``_NotKnown``."""
         if (step := self._number()) is None:
             return False
         command = ["scancel", "--ctld", f"--signal={name}", step]
-        subprocess.run(command, timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL)
+        # One that takes too long may have signalled, and a second signal would be one for haste.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL)
         return True
 
     def _number(self) -> str | None:
-        """``JOB.STEP``, from the list of the steps that run."""
-        listed = subprocess.run(
-            ["squeue", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--noheader", "--format=%i|%j"],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_S,
-            check=False,
-        )
+        """``JOB.STEP``, from the list of the steps that run. Raises ``_NotKnown``."""
+        command = ["squeue", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--noheader", "--format=%i|%j"]
+        try:
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise _NotKnown(str(error)) from None
         steps = [line.strip().split("|", 1) for line in listed.stdout.splitlines() if "|" in line]
         return next((number for number, name in steps if name == self._name), None)
 

@@ -188,16 +188,16 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{self._api_port}"
+        redis, *members = config.members()
+        assert redis.process is topology.REDIS
+        # Its lock is the directory's: the kept ports are another stack's as long as that one runs.
+        self._start_redis()
         self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but={self._api_port})
         self._gateway_door = listen(LOOPBACK, self._gateway_port, "GSPO_DATA_DIR/gateway.port")
         self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"
-        members = config.members()
         self.engine_url = ",".join(config.engine_urls or self._own_engines(members))
         for member in members:
-            if member.process is topology.REDIS:
-                self._start_redis()
-            else:
-                self._start_member(member)
+            self._start_member(member)
         self._wait_until_answering(f"{self.api_url}{topology.API_HEALTH.live}", topology.API.name)
         self._wait_until_answering(f"{self.gateway_url}{topology.GATEWAY_HEALTH.live}", topology.GATEWAY.name)
         for url in self.engine_url.split(","):
@@ -321,7 +321,7 @@ class Stack:
         while time.monotonic() < deadline:
             self.check()
             try:
-                if httpx.get(url, timeout=2.0).status_code == 200:
+                if httpx.get(url, timeout=2.0, trust_env=False).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

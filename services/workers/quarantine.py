@@ -56,7 +56,7 @@ class Quarantine:
     @contextlib.asynccontextmanager
     async def entry(self, leaving: asyncio.Event) -> AsyncIterator[None]:
         """Surrounds an attempt. Waits for its turn; raises ``Drained`` if the worker leaves meanwhile."""
-        await self._wait(leaving)
+        is_try = await self._wait(leaving)
         began = asyncio.get_running_loop().time()
         try:
             yield
@@ -64,11 +64,13 @@ class Quarantine:
             raise  # its whole process died: that says nothing about the environment
         except EnvironmentFailed as failure:
             is_slow = asyncio.get_running_loop().time() - began >= SLOW_S
-            await self._failed(str(failure), SLOW_COUNT if is_slow else 1, is_final=failure.phase == IMAGES)
+            count = SLOW_COUNT if is_slow else 1
+            await self._failed(str(failure), count, is_final=failure.phase == IMAGES, is_try=is_try)
             raise
         await self._succeeded()
 
-    async def _wait(self, leaving: asyncio.Event) -> None:
+    async def _wait(self, leaving: asyncio.Event) -> bool:
+        """Whether it is one of the few that try the environment during quarantine."""
         self.num_waiting += 1
         try:
             async with self._door:
@@ -76,20 +78,23 @@ class Quarantine:
                     now = asyncio.get_running_loop().time()
                     if now >= self._next_try:
                         self._next_try = now + self._pause_s
-                        return
+                        return True
                     if leaving.is_set():
                         raise Drained("its environment is failing and the worker is leaving")
                     await asyncio.sleep(min(LOOK_S, self._next_try - now))
+                return False
         finally:
             self.num_waiting -= 1
 
-    async def _failed(self, error: str, count: int, *, is_final: bool) -> None:
+    async def _failed(self, error: str, count: int, *, is_final: bool, is_try: bool) -> None:
+        """Those that were under way when quarantine began (``is_try`` is false) fail together, and say nothing new."""
         self._num_failures += count
         if self._is_final:
             return
         self._is_final = is_final
         if self.is_on and not is_final:
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            if is_try:
+                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self.error = error
         elif is_final or self._num_failures >= MOST_FAILURES:
             self.error = error

@@ -57,6 +57,17 @@ def test_an_environment_that_cannot_be_loaded_is_named_once() -> None:
     assert "no module 'nope'" in describe(view, "env.health")
 
 
+def test_an_environment_that_is_well_again_is_told_too() -> None:
+    view = WatchedJob("job_1", 20)
+    told = {"worker": "w", "environment": "calculator", "error": "gone"}
+    for is_well, note in ((False, "alert: w cannot play episodes: gone"), (True, "w plays episodes again")) * 2:
+        view.take("env.health", told | {"healthy": is_well})
+        assert describe(view, "env.health") == note
+    assert view.notes == ["w cannot play episodes: gone", "w plays episodes again"]
+    view.take("alert", {"step": 5, "message": "the clip is inert"})
+    assert describe(view, "alert") == "alert: step 5: the clip is inert"
+
+
 def test_the_time_left_follows_the_recent_pace() -> None:
     assert a_running_view().eta_s == pytest.approx(32.0)
 

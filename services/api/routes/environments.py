@@ -397,6 +397,8 @@ async def _agent_of(query: UploadQuery, context: ApiContext) -> Mapping[str, Any
         raise RequestRefused(422, "validation_failed", f"{where}: {first['msg']}", param="agent") from None
     except AddressRefused as error:
         raise RequestRefused(422, "address_refused", str(error), param="agent") from None
+    if ".." in (agent.reward or "").rpartition(":")[0].split("/"):
+        raise RequestRefused(422, "validation_failed", "the reward points outside of the upload", param="agent")
     return agent.model_dump(mode="json", exclude_unset=True)
 
 

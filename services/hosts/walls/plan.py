@@ -101,9 +101,11 @@ def _code_folders(shown: Shown) -> list[str]:
 
 def _is_everyones(folder: str) -> bool:
     """The root, a home, the folder for temporary files, or one that holds such a folder."""
-    given = Path(folder)
-    shared = (Path("/"), Path.home(), Path(tempfile.gettempdir()), Path("/root"), Path("/home"), Path("/tmp"))  # noqa: S108
-    return any(given == one or given in one.parents for one in shared)
+    named = (Path.home(), Path(tempfile.gettempdir()), Path("/root"), Path("/home"), Path("/tmp"))  # noqa: S108
+    shared = {Path("/"), *named, *(Path(os.path.realpath(one)) for one in named)}
+    # By whichever name: `..` and links lead there, too.
+    given = (Path(os.path.abspath(folder)), Path(os.path.realpath(folder)))
+    return any(path == one or path in one.parents for path in given for one in shared)
 
 
 def _dotted(folders: Iterable[str]) -> Iterator[str]:

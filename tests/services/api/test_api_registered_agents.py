@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from gspo_core.cli import main
-from gspo_core.env import Llm
+from gspo_core.env import InvalidEnvironment, Llm
 from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
 from services.files.data_dir import EnvironmentsDir
@@ -129,6 +129,31 @@ async def test_a_program_is_registered_with_its_tasks_and_examined(http: httpx.A
     unfit = await settled(http, "shop@2")
     assert unfit["status"] == "invalid"
     assert "no program nobody-has-this" in unfit["failures"][0]
+
+
+@pytest.mark.parametrize("reward", ["../judge.py:judged", "a/../../judge.py:judged"])
+async def test_what_judges_an_upload_lies_in_it(
+    http: httpx.AsyncClient, registry: EnvironmentRegistry, reward: str
+) -> None:
+    refused = await upload(http, COMMAND | {"reward": reward})
+    assert (refused.status_code, error_of(refused)["param"]) == (422, "agent")
+    assert "the reward points outside of the upload" in error_of(refused)["message"]
+    assert (await upload(http, COMMAND)).status_code == 201
+    with pytest.raises(InvalidEnvironment, match=r"judge\.py lies outside of the upload"):
+        Sites(registry).placed(HostOrder("shop@1", agent={"reward": reward}))
+
+
+async def test_a_link_leads_nothing_out_of_an_upload(
+    http: httpx.AsyncClient, registry: EnvironmentRegistry, tmp_path: Path
+) -> None:
+    assert (await upload(http, COMMAND)).status_code == 201
+    digest = registry.get("shop@1").upload
+    assert digest is not None
+    (registry.upload_dir(digest) / "out").symlink_to(tmp_path)
+    with pytest.raises(InvalidEnvironment, match=r"out/judge\.py lies outside of the upload"):
+        Sites(registry).placed(HostOrder("shop@1", agent={"reward": "out/judge.py:judged"}))
+    placed = Sites(registry).placed(HostOrder("shop@1", agent={"reward": "tasks.py:judged"}))
+    assert placed.agent == {"reward": f"{registry.upload_dir(digest)}/tasks.py:judged"}
 
 
 @pytest.mark.usefixtures("worker")

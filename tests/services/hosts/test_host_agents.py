@@ -291,6 +291,17 @@ async def test_they_run_in_a_service_elsewhere_too(agents: str, service: Service
         await environment.close()
 
 
+async def test_a_task_is_handed_out_by_a_service_elsewhere_too(agents: str, service: Service) -> None:
+    order = HostOrder(f"{agents}:Judged", agent={"pull": True})
+    environment = await HostedEnvironment.open(order, boot=service.hosts().boot)
+    try:
+        session = await begun(environment)
+        assert json.loads(await session.handed_out()) == {"word": "four"}
+        await session.close()
+    finally:
+        await environment.close()
+
+
 async def test_what_is_no_agent_says_why(host: Open) -> None:
     with pytest.raises(InvalidEnvironment, match=r"an agent is a function run\(task, llm\)"):
         await host("Judged")

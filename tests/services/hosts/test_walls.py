@@ -27,7 +27,7 @@ from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
 from services.hosts.venv import Interpreters
 from services.hosts.walls import tiers
 from services.hosts.walls.pids import children_of
-from services.hosts.walls.plan import Shown
+from services.hosts.walls.plan import Shown, entries
 from services.hosts.walls.tiers import Bounds, NoWall, Program, Tier
 from tests.patience import HANG_S
 from tests.services.hosts import attacks
@@ -304,6 +304,20 @@ def test_a_link_in_a_project_leads_where_it_leads_outside(tmp_path: Path, name: 
     walled = tiers.WALLS[Tier.WALL].around(program, shown, Bounds())
     done = subprocess.run(walled.command, env={}, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "found []\n", done.stderr
+
+
+@pytest.mark.parametrize("way", ["x/..", "to"])
+def test_a_folder_that_is_everyones_is_not_shown_by_another_name(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "x").mkdir(parents=True)
+    (home / "judge.py").touch()
+    (home / "to").symlink_to(home)
+    monkeypatch.setenv("HOME", str(home))
+    shown = {path for _, path in entries(Shown(sys.executable, files=[f"{home}/{way}/judge.py"]))}
+    assert not {str(home), str(home / "to")} & shown
+    assert {str(home / "judge.py"), str(home / "to" / "judge.py")} & shown
 
 
 def test_an_unknown_tier_is_refused() -> None:

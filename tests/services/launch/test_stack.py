@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -21,11 +22,13 @@ from examples.demo import demo
 from examples.demo.demo import while_alive
 from gspo_core.api_answers import Event
 from gspo_core.cli import main
+from services.files.data_dir import DataDir
 from services.launch import up as local_up
 from services.launch.engine_command import given
 from services.launch.stack import Child, Stack, StackConfig, StackError, claim_port
 from services.launch.topology import API, ENGINE, TRAINER
 from services.process.ports import free_port
+from services.state.server import RedisServer
 from tests.patience import HANG_S
 
 DEADLINE_S = HANG_S
@@ -171,6 +174,46 @@ def test_who_comes_while_the_gateway_starts_again_waits_and_is_answered(
         assert up(data_dir=tmp_path, port=0, engine_url=f"http://127.0.0.1:{engine.server_port}") == 0
         engine.shutdown()
     assert answers == [b"HTTP/1.1 200 OK"]
+
+
+def test_a_proxy_of_the_user_is_not_asked_for_what_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("http_proxy", os.environ["HTTP_PROXY"])
+    monkeypatch.setattr("services.launch.stack.START_TIMEOUT_S", 1.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            Stack(StackConfig(tmp_path, tmp_path))._wait_until_answering(f"{url}/livez", "api")
+            main(["doctor", "--url", url])
+        finally:
+            server.shutdown()
+    assert f"{url} is ready" in capsys.readouterr().out
+
+
+def test_a_second_stack_of_a_directory_says_so_and_leaves_the_ports_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = DataDir(tmp_path)
+    with contextlib.ExitStack() as first:
+        first.enter_context(RedisServer.spawn(data_dir.redis))
+        kept = (data_dir.gateway_port, data_dir.engine_port_of(0))
+        for file in kept:
+            server = first.enter_context(socket.create_server(("127.0.0.1", 0)))
+            file.write_text(f"{server.getsockname()[1]}\n")
+        before = [file.read_text() for file in kept]
+        with monkeypatch.context() as patched:
+            patched.setattr("services.state.child.STOP_TIMEOUT_S", 0.1)  # nobody is about to leave
+            with (
+                pytest.raises(StackError, match=rf"process {os.getpid()} uses"),
+                Stack(StackConfig(tmp_path, tmp_path, port=0)),
+            ):
+                pass
+        assert [file.read_text() for file in kept] == before
 
 
 @pytest.mark.parametrize(

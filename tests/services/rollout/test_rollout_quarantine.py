@@ -90,6 +90,26 @@ async def test_while_it_lasts_few_try_and_the_rest_wait_until_one_comes_to_its_e
     assert ward.num_tries == before + 30
 
 
+async def test_what_was_under_way_when_it_began_makes_nobody_wait_longer() -> None:
+    """Hundreds of episodes fail together; only the tries that it lets in lengthen its pause."""
+    ward, release = Ward(), asyncio.Event()
+
+    async def play() -> None:
+        async with ward.quarantine.entry(ward.leaving):
+            ward.num_tries += 1
+            await release.wait()
+            raise EnvironmentFailed("reset", "gone")
+
+    playing = [asyncio.create_task(play()) for _ in range(10 * MOST_FAILURES)]
+    await until(lambda: ward.num_tries == len(playing))
+    release.set()
+    await asyncio.gather(*playing, return_exceptions=True)
+    assert ward.quarantine.is_on
+    async with asyncio.timeout(quarantine_module.MAX_PAUSE_S / 2):
+        await ward.fail(3)
+        await ward.attempt(None)
+
+
 async def test_who_waits_leaves_with_the_worker_and_costs_no_time_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     ward, looking = Ward(), []
     ward.quarantine = Quarantine(first_pause_s=1e6)
