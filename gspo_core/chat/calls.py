@@ -222,14 +222,16 @@ def _named(value: JSON, *argument_keys: str) -> Reading:
 
 
 def _is_llama_attempt(text: str) -> bool:
-    """Without a name it is one if it has nothing but what calls have."""
+    """Without a name it is one if it has nothing but what calls have. Arguments in a string are a mistake of a call."""
     if not _LLAMA_CALL.match(text):
         return False
     try:
         value, _ = strict_json_at(text, text.index("{"))
     except ValueError:
         return True
-    if not isinstance(value, dict) or not any(isinstance(value.get(key), dict) for key in ("parameters", "arguments")):
+    if not isinstance(value, dict):
+        return False
+    if not any(isinstance(value.get(key), dict | str) for key in ("parameters", "arguments")):
         return False
     return isinstance(value.get("name"), str) or value.keys() <= _LLAMA_KEYS
 

@@ -434,6 +434,7 @@ CALL = '{"name": "add", "parameters": {"x": 2}}'
         ('{"name": "add", "parameters": {"x": 2}, "why": "so"}', "", [("add", {"x": 2}, "ok")]),
         ('<|python_tag|>{"name": "add"}', "", [("add", {}, "ok")]),
         ('{"name": "add"', "", [(None, {}, "invalid_json")]),
+        ('{"name": "add", "parameters": "{}"}', "", [("add", "{}", "ok")]),
         ('{"answer": 2}', '{"answer": 2}', []),
         ('{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
         ('{"name": "Ada"} is her name.', '{"name": "Ada"} is her name.', []),
