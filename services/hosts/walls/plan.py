@@ -1,15 +1,17 @@
 """What is visible behind a wall: the system's programs, the interpreter, code, and what the operator adds.
 
-Rule: a list of what is shown. Of a folder of code, names that begin with a dot stay hidden (``.env``, ``.git``), and
-so do the places that hold what is ours. A folder that is everyone's (a home, ``/tmp``, the root) is never shown whole:
-of an environment there, only its file is.
+Rule: a list of what is shown. Of a folder of code, names that begin with a dot stay hidden (``.env``, ``.git``), at
+whatever depth, and so do the places that hold what is ours. A folder that is everyone's (a home, ``/tmp``, the root) is
+never shown whole: of an environment there, only its file is.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,10 @@ _ETC_TOO = ("nsswitch.conf", "pki", "protocols", "services", "ssl", "timezone")
 _NAMES = ("/etc/hosts", "/etc/resolv.conf")
 # A folder with more hidden names is somebody's home, whatever it is called.
 _MOST_HIDDEN = 500
+# How many folders of a tree are looked into: at each start of a host, perhaps on a file system that is slow.
+_MOST_FOLDERS = 2000
+# Others' code, much of it, and no place for secrets.
+_OTHERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,21 @@ def _is_everyones(folder: str) -> bool:
 
 def _dotted(folders: Iterable[str]) -> Iterator[str]:
     for folder in folders:
-        names = [name for name in os.listdir(folder) if name.startswith(".")] if os.path.isdir(folder) else []
-        paths = [os.path.join(folder, name) for name in names[:_MOST_HIDDEN]]
-        # A link shows no more than is shown where it leads.
-        yield from (path for path in paths if not os.path.islink(path))
+        yield from itertools.islice(_hidden_below(folder), _MOST_HIDDEN)
+
+
+def _hidden_below(folder: str) -> Iterator[str]:
+    """The nearest come first. A link shows no more than is shown where it leads."""
+    ahead, num_looked = deque([folder]), 0
+    while ahead and num_looked < _MOST_FOLDERS:
+        num_looked += 1
+        try:
+            found = sorted(os.scandir(ahead.popleft()), key=lambda one: one.name)
+        except OSError:
+            continue  # nothing is there, or nobody may see it
+        own = [one for one in found if not one.is_symlink()]
+        yield from (one.path for one in own if one.name.startswith("."))
+        ahead += [one.path for one in own if one.is_dir() and not one.name.startswith(".") and one.name not in _OTHERS]
 
 
 def _existing(paths: Iterable[str]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from services.hosts.venv import Interpreters
 from services.hosts.walls import tiers
 from services.hosts.walls.pids import children_of
 from services.hosts.walls.plan import Shown, entries
+from services.hosts.walls.terms import How
 from services.hosts.walls.tiers import Bounds, NoWall, Program, Tier
 from tests.patience import HANG_S
 from tests.services.hosts import attacks
@@ -304,6 +305,28 @@ def test_a_link_in_a_project_leads_where_it_leads_outside(tmp_path: Path, name: 
     walled = tiers.WALLS[Tier.WALL].around(program, shown, Bounds())
     done = subprocess.run(walled.command, env={}, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "found []\n", done.stderr
+
+
+def test_names_with_a_dot_are_hidden_at_whatever_depth(tmp_path: Path) -> None:
+    deep = tmp_path / "project" / "world" / "data"
+    (deep / ".keys").mkdir(parents=True)
+    for name in ("shown", ".env", ".keys/key"):
+        (deep / name).write_text(SECRET)
+    code = "import os; print(sorted(os.listdir('.')), os.path.getsize('.env'), os.listdir('.keys'))"
+    program = Program([sys.executable, "-I", "-S", "-c", f"import os; os.chdir({str(deep)!r}); {code}"], {})
+    walled = tiers.WALLS[Tier.WALL].around(program, Shown(sys.executable, code=[str(tmp_path / "project")]), Bounds())
+    done = subprocess.run(walled.command, env={}, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.stdout == "['.env', '.keys', 'shown'] 0 []\n", done.stderr
+
+
+def test_of_many_names_with_a_dot_the_nearest_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "a/deep", "node_modules/many"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / ".env").touch()
+    (tmp_path / ".env").touch()
+    monkeypatch.setattr("services.hosts.walls.plan._MOST_HIDDEN", 2)
+    hidden = [path for how, path in entries(Shown(sys.executable, code=[str(tmp_path)])) if how == How.EMPTY]
+    assert [path for path in hidden if path.startswith(f"{tmp_path}/")] == [f"{tmp_path}/.env", f"{tmp_path}/a/.env"]
 
 
 @pytest.mark.parametrize("way", ["x/..", "to"])
