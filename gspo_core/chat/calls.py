@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from gspo_core.chat.text import strict_json, strict_json_at, to_json
@@ -28,7 +28,7 @@ class CallReader(Protocol):
         """The token that always begins a call, if the syntax has one."""
         ...
 
-    def begin(self, ids: Sequence[int], start: int) -> int:
+    def begin(self, ids: Sequence[int], start: int, tools: Sequence[ToolSchema] = ()) -> int:
         """Index of the first attempt at or after ``start``; ``len(ids)`` if there is none."""
         ...
 
@@ -48,7 +48,7 @@ class NoCalls:
 
     opening_id = None
 
-    def begin(self, ids: Sequence[int], start: int) -> int:
+    def begin(self, ids: Sequence[int], start: int, tools: Sequence[ToolSchema] = ()) -> int:
         return len(ids)
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
@@ -74,7 +74,7 @@ class TaggedCalls:
         self.opening_id: int = require_token(tokenizer, "<tool_call>", "this syntax of tool calls")
         self._closing_id = require_token(tokenizer, "</tool_call>", "this syntax of tool calls")
 
-    def begin(self, ids: Sequence[int], start: int) -> int:
+    def begin(self, ids: Sequence[int], start: int, tools: Sequence[ToolSchema] = ()) -> int:
         return _find(ids, self.opening_id, start)
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
@@ -103,8 +103,8 @@ def _find(ids: Sequence[int], token: int, start: int) -> int:
 class LlamaCalls:
     """Llama 3: the whole turn is a call, ``{"name": ..., "parameters": {...}}``, or several separated by ``;``.
 
-    Only its shape marks a call: an object with a name and parameters. One that lacks either is an answer in JSON, and
-    then text may go on behind it; unreadable text that starts like a call is an attempt.
+    Only its shape marks a call: an object with the name of a tool, or with any name and parameters. Another is an
+    answer in JSON, and then text may go on behind it; unreadable text that starts like a call is an attempt.
     """
 
     opening_id = None
@@ -113,10 +113,11 @@ class LlamaCalls:
         self._tokenizer = tokenizer
         self._tag = tokenizer.token_id("<|python_tag|>")
 
-    def begin(self, ids: Sequence[int], start: int) -> int:
+    def begin(self, ids: Sequence[int], start: int, tools: Sequence[ToolSchema] = ()) -> int:
         if self._tag is not None and self._tag in ids[start:]:
             return ids.index(self._tag, start)
-        return start if _is_llama_attempt(self._tokenizer.decode(ids[start:])) else len(ids)
+        names = {one["function"]["name"] for one in tools}
+        return start if _is_llama_attempt(self._tokenizer.decode(ids[start:]), names) else len(ids)
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
         if begin == len(ids):
@@ -221,8 +222,8 @@ def _named(value: JSON, *argument_keys: str) -> Reading:
     return name, next((value[key] for key in argument_keys if key in value), {}), CallStatus.OK
 
 
-def _is_llama_attempt(text: str) -> bool:
-    """Without a name it is one if it has nothing but what calls have. Arguments in a string are a mistake of a call."""
+def _is_llama_attempt(text: str, names: Collection[str]) -> bool:
+    """Whatever names a tool is one. Else it has a name and arguments, in a string by mistake, or only arguments."""
     if not _LLAMA_CALL.match(text):
         return False
     try:
@@ -231,6 +232,9 @@ def _is_llama_attempt(text: str) -> bool:
         return True
     if not isinstance(value, dict):
         return False
+    inner = value.get("function")
+    if value.get("name") in names or (isinstance(inner, dict) and inner.get("name") in names):
+        return True
     if not any(isinstance(value.get(key), dict | str) for key in ("parameters", "arguments")):
         return False
     return isinstance(value.get("name"), str) or value.keys() <= _LLAMA_KEYS

@@ -40,7 +40,7 @@ class TurnReader:
         complete = len(ids) < len(sampled_ids)
         opens_thought = self.opens_thought if opens_thought is None else opens_thought
         thought, begin, is_open = self._split_thought(ids, opens_thought)
-        first_call = self._calls.begin(ids, begin)
+        first_call = self._calls.begin(ids, begin, tools or ())
         text = "" if is_open else self._tokenizer.decode(ids[begin:first_call]).strip()
         calls = () if is_open else tuple(self._read_calls(ids, first_call, tools))
         if (opens_thought or self.think in ids[:begin]) and self.think_end not in ids[:begin]:

@@ -70,9 +70,18 @@ class WatchedJob:
             self.notes.append(_note(data))
             self.is_alarming = True
         elif kind == "env.health":
-            worker, self.is_alarming = data.get("worker", "a worker"), not data.get("healthy", True)
-            ill = f"{worker} cannot play episodes: {data.get('error', 'unknown')}"
-            self._note_once(ill if self.is_alarming else f"{worker} plays episodes again")
+            self._take_health(data)
+
+    def _take_health(self, data: Mapping[str, JSON]) -> None:
+        self.is_alarming = not data.get("healthy", True)
+        worker = data.get("worker", "a worker")
+        what = f"episodes of {data['environment']}" if "environment" in data else "episodes"
+        is_ill = plain(f"{worker} cannot play {what}: ")
+        if self.is_alarming:
+            self._note_once(f"{is_ill}{data.get('error', 'unknown')}")
+        else:
+            self.notes = [note for note in self.notes if not note.startswith(is_ill)]
+            self._note_once(f"{worker} plays {what} again")
 
     def _take_step(self, data: Mapping[str, float]) -> None:
         # After a crash steps are taken again: what came after the point where the job went on is void.

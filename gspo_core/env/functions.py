@@ -58,6 +58,8 @@ def from_functions(
         if "prompt" not in task:
             raise InvalidEnvironment(f"from_functions: every task needs a prompt, {dict(task)!r} has none")
     tools = by_name("from_functions", functions)
+    if hidden := [name for name in tools if name.startswith("_")]:
+        raise InvalidEnvironment(f"from_functions: no tool can be named {hidden[0]}")
     if twice := tools.keys() & attributes.keys():
         raise InvalidEnvironment(f"from_functions: {min(twice)} is a tool and an attribute")
     members: dict[str, object] = {name: _as_method(function) for name, function in tools.items()}

@@ -51,7 +51,7 @@ def by_name(owner: str, functions: Iterable[FunctionType]) -> dict[str, Function
     one has a name that no tool has, since it would stand in the place of that member."""
     found: dict[str, FunctionType] = {}
     for function in functions:
-        if function.__name__ in RESERVED_NAMES or function.__name__.startswith("_"):
+        if function.__name__ in RESERVED_NAMES:
             raise InvalidEnvironment(f"{owner}: no tool can be named {function.__name__}")
         if function.__name__ in found:
             raise InvalidEnvironment(f"{owner}: two tools are named {function.__name__}")

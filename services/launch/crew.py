@@ -137,9 +137,9 @@ class Crew:
         return name in self._running and self._running[name].poll() is None
 
     def _let_leave(self, names: Sequence[str], most_s: float) -> None:
+        deadline = self._clock() + most_s  # to ask can take long, too
         for name in names:
             self._running[name].ask_to_leave()
-        deadline = self._clock() + most_s
         while (left := [name for name in names if self._lives(name)]) and self._clock() < deadline:
             self._pause(LOOK_S)
         for name in left:

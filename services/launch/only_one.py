@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-# File servers give up the locks of a client that is silent for 90 s or less.
+# NFS 4 gives up the locks of a client that is silent for 90 s or less. NFS 3 keeps those of a node that was lost.
 GONE_AFTER_S = 120.0
 LOOK_S = 1.0
+_HELD = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 _CANNOT = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -34,9 +35,15 @@ def only_one(folder: Path, say: Callable[[str], None], *, within_s: float = GONE
     path.touch(0o600)
     with path.open("r+") as file:
         if _locked(file, say, within_s):
-            file.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            file.seek(0)
+            file.truncate()
+            print(f"process {os.getpid()} on {socket.gethostname()}{_batch_job()}", file=file, flush=True)
         yield
+
+
+def _batch_job() -> str:
+    """A batch system ends one run of a job before it begins the next."""
+    return f", Slurm job {job}" if (job := os.environ.get("SLURM_JOB_ID")) else ""
 
 
 def _locked(file: IO[str], say: Callable[[str], None], within_s: float) -> bool:
@@ -45,17 +52,21 @@ def _locked(file: IO[str], say: Callable[[str], None], within_s: float) -> bool:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            found = f"the data directory is in use: {file.read().strip() or 'another installation'} launched on it"
         except OSError as error:
-            if error.errno not in _CANNOT:
+            if error.errno in _CANNOT:
+                say(f"{file.name} cannot be locked ({error.strerror}): launch nothing else on this data directory")
+                return False
+            if error.errno not in _HELD:
                 raise
-            say(f"{file.name} cannot be locked ({error.strerror}): launch nothing else on this data directory")
-            return False
         else:
             return True
+        file.seek(0)
+        holder = file.read().strip()
+        found = f"the data directory is in use: {holder or 'another installation'} launched on it"
         if time.monotonic() >= deadline:
+            if _batch_job() and holder.endswith(_batch_job()):
+                say(f"{found}; that was this job on a node that was lost: going on without its lock")
+                return False
             raise RunsAlready(f"{found}. Wait for its end, or name another --data-dir")
         if not is_told:
             say(f"{found}; waiting for its end for {within_s:.0f} s")

@@ -8,6 +8,7 @@ GPUs these are. Runs where the batch script runs.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import time
@@ -20,9 +21,10 @@ from services.process.children import die_with_parent
 
 # What the allocation asked for; a step asks for its own part.
 _OF_THE_ALLOCATION = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_TRES_PER")
-COMMAND_S = 30.0
+COMMAND_S = 10.0
 # While nothing is known of the step of a member that is to leave.
 ASK_AGAIN_S = 2.0
+LISTED_S = 0.5
 
 
 class SlurmSteps:
@@ -31,6 +33,7 @@ class SlurmSteps:
         self._nodes = nodes
         self._data_dir = data_dir
         self._more = more
+        self._listed = _ListedSteps()
 
     def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str]) -> SlurmStep:
         argv = [
@@ -54,17 +57,44 @@ class SlurmSteps:
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
-        return SlurmStep(member.name, srun)
+        return SlurmStep(member.name, srun, self._listed)
 
 
 class _NotKnown(Exception):
-    """Slurm does not say which steps run."""
+    """Slurm does not say which steps run, or refuses to signal one."""
+
+
+class _ListedSteps:
+    """The steps that run, asked for once for all members that are looked after at the same time."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] | _NotKnown = {}
+        self._until = -math.inf
+
+    def number(self, name: str) -> str | None:
+        """``JOB.STEP``; None if it does not run. Raises ``_NotKnown``."""
+        if time.monotonic() >= self._until:
+            self._found = self._asked()
+            self._until = time.monotonic() + (ASK_AGAIN_S if isinstance(self._found, _NotKnown) else LISTED_S)
+        if isinstance(self._found, _NotKnown):
+            raise self._found
+        return self._found.get(name)
+
+    def _asked(self) -> dict[str, str] | _NotKnown:
+        command = ["squeue", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--noheader", "--format=%i|%j"]
+        try:
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            return _NotKnown(str(error))
+        steps = [line.strip().split("|", 1) for line in listed.stdout.splitlines() if "|" in line]
+        return {name: number for number, name in reversed(steps)}
 
 
 class SlurmStep:
-    def __init__(self, name: str, srun: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, srun: subprocess.Popen[bytes], listed: _ListedSteps) -> None:
         self._name = name
         self._srun = srun
+        self._listed = listed
         self._ask_again_at: float | None = None
         """When it is asked to leave once more, since Slurm did not say whether there is a step to signal."""
 
@@ -95,23 +125,16 @@ class SlurmStep:
     def _signal(self, name: str) -> bool:
         """Whether there was a step to signal. By way of the controller: else Slurm 22.05 reports an error in a larger
         allocation, after it has signalled more than once. Raises ``_NotKnown``."""
-        if (step := self._number()) is None:
+        if (step := self._listed.number(self._name)) is None:
             return False
         command = ["scancel", "--ctld", f"--signal={name}", step]
         # One that takes too long may have signalled, and a second signal would be one for haste.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, timeout=COMMAND_S, check=False, stdin=subprocess.DEVNULL)
+            try:
+                subprocess.run(command, timeout=COMMAND_S, check=True, stdin=subprocess.DEVNULL)
+            except (OSError, subprocess.CalledProcessError) as error:  # refused, or the step has ended just now
+                raise _NotKnown(str(error)) from None
         return True
-
-    def _number(self) -> str | None:
-        """``JOB.STEP``, from the list of the steps that run. Raises ``_NotKnown``."""
-        command = ["squeue", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--noheader", "--format=%i|%j"]
-        try:
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise _NotKnown(str(error)) from None
-        steps = [line.strip().split("|", 1) for line in listed.stdout.splitlines() if "|" in line]
-        return next((number for number, name in steps if name == self._name), None)
 
 
 def node_names() -> list[str]:

@@ -186,12 +186,12 @@ class Stack:
     def _start(self) -> None:
         config = self.config
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._api_port = claim_port(config.host, config.port)
-        self.api_url = f"http://{config.host}:{self._api_port}"
         redis, *members = config.members()
         assert redis.process is topology.REDIS
-        # Its lock is the directory's: the kept ports are another stack's as long as that one runs.
+        # Its lock is the directory's: the ports, also those that are kept, are another stack's while that one runs.
         self._start_redis()
+        self._api_port = claim_port(config.host, config.port)
+        self.api_url = f"http://{config.host}:{self._api_port}"
         self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but={self._api_port})
         self._gateway_door = listen(LOOPBACK, self._gateway_port, "GSPO_DATA_DIR/gateway.port")
         self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"

@@ -27,6 +27,8 @@ from services.workers.setting import EpisodeSetting, EpisodeSpec
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
 LEASE_POLL_S = 0.1
+# How often one that has no place asks whether it needs one.
+LOOK_S = 0.5
 
 
 class Episodes(Protocol):
@@ -100,6 +102,10 @@ class JobEpisodes:
     def priority(self) -> float:
         return self._loaded.spec.resources.priority
 
+    @property
+    def is_idle(self) -> bool:
+        return self._queue_is_empty and not self._held
+
     def num_wanted(self, spare: int) -> int:
         """Places that it can use: all that it finds room for, ``spare`` more than it has where nothing waits, and no
         more than it has while no engine serves it."""
@@ -157,8 +163,11 @@ class JobEpisodes:
                 for lease in leases:
                     self._held.add(lease.key)
                     episodes.create_task(self._play(lease), name=str(lease.key))
+            is_shut_out = num_free <= 0 and self.is_idle
+            if is_shut_out:  # it leases nothing, by which others learn what they have to play
+                self._queue_is_empty = not await self._setting.retrier.try_once(self._bus.num_queued, self._job)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEASE_POLL_S):
+                async with asyncio.timeout(LOOK_S if is_shut_out else LEASE_POLL_S):
                     await self._wake.wait()
 
     def _num_free(self) -> int:

@@ -1,8 +1,8 @@
 """Divides the places of a worker between jobs.
 
 Rule: by priority, and no wanted place stays empty: places that one job does not need go to the others. Every job that
-wants any gets at least one, while there are enough; else the most important ones do, and equals take turns. It takes
-nothing back from a job that holds too many.
+wants any gets at least one, while there are enough; else the most important ones that have anything to play do, and
+equals take turns. It takes nothing back from a job that holds too many.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ class Want:
     priority: float
     num_places: int
     """The most that it can use now."""
+    is_idle: bool = False
+    """It wants them for what may come."""
 
 
 def divide(num_places: int, wants: Mapping[str, Want], turn: int = 0) -> dict[str, int]:
@@ -23,7 +25,8 @@ def divide(num_places: int, wants: Mapping[str, Want], turn: int = 0) -> dict[st
     hungry = [job for job, want in wants.items() if want.num_places > 0]
     given = dict.fromkeys(wants, 0)
     if num_places < len(hungry):
-        return given | dict.fromkeys(_in_turn({job: wants[job].priority for job in hungry}, turn)[:num_places], 1)
+        ranked = sorted((job for job in _in_turn(wants, turn) if job in hungry), key=lambda job: wants[job].is_idle)
+        return given | dict.fromkeys(ranked[:num_places], 1)
     left, weight = num_places, sum(wants[job].priority for job in hungry)
     # A job that is owed less than one place gets one, before the rest is divided.
     for job in sorted(hungry, key=lambda job: (wants[job].priority, job)):
@@ -38,9 +41,10 @@ def divide(num_places: int, wants: Mapping[str, Want], turn: int = 0) -> dict[st
     return given
 
 
-def _in_turn(priorities: Mapping[str, float], turn: int) -> list[str]:
-    """The most important first, equals in an order that the turns move on."""
-    by_name = sorted(priorities)
-    equals = {priority: [job for job in by_name if priorities[job] == priority] for priority in priorities.values()}
+def _in_turn(wants: Mapping[str, Want], turn: int) -> list[str]:
+    """The most important first, equals in an order that the turns move on, whoever wants any at the moment."""
+    equals: dict[float, list[str]] = {}
+    for job in sorted(wants):
+        equals.setdefault(wants[job].priority, []).append(job)
     groups = (equals[priority] for priority in sorted(equals, reverse=True))
     return [job for group in groups for job in group[turn % len(group) :] + group[: turn % len(group)]]

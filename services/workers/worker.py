@@ -126,7 +126,7 @@ class EpisodeWorker:
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
         self._not_servable: set[str] = set()
-        """Jobs of which that was told last."""
+        """Jobs that could not be loaded when that was tried last."""
         self._is_draining = False
         self._place, self._generation = config.place, 0
 
@@ -239,6 +239,7 @@ class EpisodeWorker:
                     await self._serve_once(job, token, leaving)
                 except JobNotServable as error:
                     log.error("cannot be served", error=str(error))
+                    self._not_servable.add(job)
                     await self._report_unservable(job, str(error), leaving)
                 except Exception as error:
                     # The wall between jobs: a defect met by one of them must not end the others.
@@ -292,7 +293,6 @@ class EpisodeWorker:
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
         """Tells the job's owner, and leaves the job alone for a while."""
         self.counters.add("jobs/not_servable")
-        self._not_servable.add(job)
         await self._tell_health(job, {"healthy": False, "error": error})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELOAD_S):
@@ -346,8 +346,13 @@ class EpisodeWorker:
     def _share(self, job: str) -> int:
         places = self._config.max_episodes
         spare = max(1, places // SPARE_SHARE)
-        wants = {name: Want(one.priority, one.num_wanted(spare)) for name, one in self._jobs.items()}
-        return divide(places, wants, turn=int(self._clock() / TURN_S)).get(job, 0)
+        wants = {name: Want(one.priority, one.num_wanted(spare), one.is_idle) for name, one in self._jobs.items()}
+        given = divide(places, wants, turn=int(self._clock() / TURN_S)).get(job, 0)
+        if places >= len(wants) or job not in self._jobs:
+            return given
+        # Else each turn would give a further job a place, while those before it still play.
+        num_free = max(0, places - self._num_episodes())
+        return min(given, self._jobs[job].num_episodes + num_free)
 
     async def _tell_health(self, job: str, health: Mapping[str, str | bool]) -> None:
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone

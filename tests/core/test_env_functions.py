@@ -116,7 +116,7 @@ def test_a_task_without_a_prompt_is_refused() -> None:
         from_functions([price], tasks=[{"wants": "tea"}], reward=reward)
 
 
-@pytest.mark.parametrize("name", ["reset", "get_reward", "tasks", "close", "_price"])
+@pytest.mark.parametrize("name", ["reset", "get_reward", "tasks", "close"])
 def test_a_tool_with_the_name_of_a_member_is_refused(name: str) -> None:
     """It would take the place of the member, or be offered to nobody."""
 
@@ -129,6 +129,17 @@ def test_a_tool_with_the_name_of_a_member_is_refused(name: str) -> None:
         from_functions([tool], tasks=TASKS, reward=reward)
     with pytest.raises(InvalidEnvironment, match=f"trl: no tool can be named {name}"):
         from_trl(tools=[tool], dataset=TASKS, reward_funcs=lambda **_: [])
+
+
+def test_a_tool_that_nobody_would_be_offered_is_refused() -> None:
+    def _price(item: str) -> int:
+        """Look a price up."""
+        return len(item)
+
+    with pytest.raises(InvalidEnvironment, match="from_functions: no tool can be named _price"):
+        from_functions([_price], tasks=TASKS, reward=reward)
+    trl = from_trl(tools=[_price], dataset=TASKS, reward_funcs=lambda **_: [])
+    assert [one["function"]["name"] for one in trl.tools] == ["_price"]
 
 
 def test_a_tool_with_the_name_of_an_attribute_is_refused() -> None:

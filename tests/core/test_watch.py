@@ -60,10 +60,11 @@ def test_an_environment_that_cannot_be_loaded_is_named_once() -> None:
 def test_an_environment_that_is_well_again_is_told_too() -> None:
     view = WatchedJob("job_1", 20)
     told = {"worker": "w", "environment": "calculator", "error": "gone"}
-    for is_well, note in ((False, "alert: w cannot play episodes: gone"), (True, "w plays episodes again")) * 2:
+    ill, well = "w cannot play episodes of calculator: gone", "w plays episodes of calculator again"
+    for is_well, note in ((False, f"alert: {ill}"), (True, well)) * 2:
         view.take("env.health", told | {"healthy": is_well})
         assert describe(view, "env.health") == note
-    assert view.notes == ["w cannot play episodes: gone", "w plays episodes again"]
+    assert view.notes == [well], "what is over is no alarm"
     view.take("alert", {"step": 5, "message": "the clip is inert"})
     assert describe(view, "alert") == "alert: step 5: the clip is inert"
 

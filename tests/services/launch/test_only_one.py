@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -47,11 +48,28 @@ def test_it_takes_what_is_given_up_while_it_waits(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / "launched.lock").open("w+") as held:
+        print("process 7 on elsewhere", file=held, flush=True)
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(held, fcntl.LOCK_UN))
         with only_one(tmp_path, said.append):
+            assert (tmp_path / "launched.lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert said == [
+        "the data directory is in use: process 7 on elsewhere launched on it; waiting for its end for 120 s"
+    ]
+
+
+@pytest.mark.parametrize("holder", ["7", "77"])
+def test_a_batch_job_goes_on_where_a_node_that_was_lost_keeps_its_lock(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with (tmp_path / "launched.lock").open("w+") as held:
+        print(f"process 1 on n1, Slurm job {holder}", file=held, flush=True)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        is_refused = pytest.raises(RunsAlready) if holder == "77" else contextlib.nullcontext()
+        with is_refused, only_one(tmp_path, said.append, within_s=0):
             pass
-    assert said == ["the data directory is in use: another installation launched on it; waiting for its end for 120 s"]
+    assert ["that was this job on a node that was lost" in one for one in said] == [True] * (holder == "7")
 
 
 def test_where_files_cannot_be_locked_that_is_told_and_nothing_refused(

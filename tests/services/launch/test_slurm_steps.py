@@ -84,7 +84,8 @@ def test_a_step_has_our_settings_whatever_the_site_exports_unless_its_user_says_
 @pytest.fixture
 def running(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmStep]:
     """The trainer, with a controller that can be slow."""
-    monkeypatch.setattr(slurm_steps, "ASK_AGAIN_S", 0.0)
+    for pause in ("ASK_AGAIN_S", "LISTED_S"):
+        monkeypatch.setattr(slurm_steps, pause, 0.0)
     for name, text in {"srun": RUNS, "squeue": SQUEUE, "scancel": SCANCEL}.items():
         slurm.program(name, text)
     (slurm.folder / "steps").write_text("7.0|redis\n7.1|trainer\n")
@@ -96,6 +97,16 @@ def running(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmStep
     yield step
     step._srun.kill()
     step._srun.wait()
+
+
+def test_a_signal_that_is_refused_is_sent_again(slurm: Slurm, running: SlurmStep) -> None:
+    slurm.program("scancel", SCANCEL.replace("true", '[ -e "$SAID/works" ]'))
+    running.ask_to_leave()
+    assert running.poll() is None
+    (slurm.folder / "works").touch()
+    assert [running.poll(), running.poll()] == [None, None]
+    assert slurm.said("scancel") == ["--ctld --signal=TERM 7.1"] * 3
+    assert slurm.said("srun") == ["begun"]
 
 
 @pytest.mark.parametrize("trouble", ["is_slow", "is_away"])
@@ -122,7 +133,7 @@ def test_a_signal_that_takes_long_is_not_sent_twice(
 ) -> None:
     slurm.program("scancel", SCANCEL.replace("is_slow", "steps"))
     with monkeypatch.context() as hasty:
-        hasty.setattr(slurm_steps, "COMMAND_S", 1.0)
+        hasty.setattr(slurm_steps, "COMMAND_S", 5.0)
         running.ask_to_leave()
     assert running.poll() is None
     assert len(slurm.said("scancel")) == 1
@@ -143,3 +154,17 @@ def test_who_does_not_leave_is_killed_however_slow_the_controller_is(
     monkeypatch.setattr(slurm_steps, "COMMAND_S", 0.2)
     running.kill()
     assert running.poll() == -signal.SIGKILL
+
+
+def test_the_steps_are_asked_for_once_for_all_members(
+    slurm: Slurm, running: SlurmStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would wait for a controller that hangs."""
+    for pause in ("ASK_AGAIN_S", "LISTED_S"):
+        monkeypatch.setattr(slurm_steps, pause, HANG_S)
+    (slurm.folder / "is_away").touch()
+    listed, asked = running._listed, len(slurm.said("squeue"))
+    for step in (running, SlurmStep("redis", running._srun, listed)):
+        step.ask_to_leave()
+    assert len(slurm.said("squeue")) == asked + 1
+    assert slurm.said("scancel") == []

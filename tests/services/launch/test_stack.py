@@ -205,12 +205,13 @@ def test_a_second_stack_of_a_directory_says_so_and_leaves_the_ports_of_the_first
         for file in kept:
             server = first.enter_context(socket.create_server(("127.0.0.1", 0)))
             file.write_text(f"{server.getsockname()[1]}\n")
+        api = first.enter_context(socket.create_server(("127.0.0.1", 0)))
         before = [file.read_text() for file in kept]
         with monkeypatch.context() as patched:
             patched.setattr("services.state.child.STOP_TIMEOUT_S", 0.1)  # nobody is about to leave
             with (
                 pytest.raises(StackError, match=rf"process {os.getpid()} uses"),
-                Stack(StackConfig(tmp_path, tmp_path, port=0)),
+                Stack(StackConfig(tmp_path, tmp_path, port=api.getsockname()[1])),
             ):
                 pass
         assert [file.read_text() for file in kept] == before

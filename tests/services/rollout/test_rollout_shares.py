@@ -36,6 +36,19 @@ def test_too_few_places_go_to_the_most_important_jobs_and_equals_take_turns() ->
     ]
 
 
+def test_too_few_places_go_to_nobody_who_has_nothing_to_play() -> None:
+    wants = {"high": Want(3, 1, is_idle=True), "low": Want(1, 9)}
+    assert divide(1, wants) == {"high": 0, "low": 1}
+    assert divide(2, wants) == {"high": 1, "low": 1}
+
+
+def test_a_job_that_wants_nothing_for_a_moment_moves_no_turn_on() -> None:
+    wants = {name: Want(1, 9) for name in "abcd"}
+    before = [divide(1, wants, turn)["b"] for turn in range(4)]
+    after = [divide(1, wants | {"d": Want(1, 0)}, turn)["b"] for turn in range(4)]
+    assert (before, after) == ([0, 1, 0, 0], [0, 1, 0, 0])
+
+
 @given(places=st.integers(0, 64), wants=WANTS)
 def test_no_place_is_wasted_and_nobody_who_wants_one_is_left_out(places: int, wants: dict[str, Want]) -> None:
     shares = divide(places, wants)

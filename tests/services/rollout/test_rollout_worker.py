@@ -480,6 +480,7 @@ async def test_places_go_to_jobs_by_priority_and_the_idle_ones_share_to_the_busy
     class Stub:
         def __init__(self, priority: float, num_wanted: int) -> None:
             self.priority, self._num_wanted = priority, num_wanted
+            self.is_idle, self.num_episodes = False, 0
 
         def num_wanted(self, spare: int) -> int:
             return self._num_wanted
@@ -491,15 +492,40 @@ async def test_places_go_to_jobs_by_priority_and_the_idle_ones_share_to_the_busy
     assert (worker._share("high"), worker._share("low")) == (2, 14)
 
 
+async def test_no_turn_of_jobs_makes_a_worker_hold_more_than_its_places(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stub:
+        priority, is_idle, num_episodes = 1.0, False, 0
+
+        def num_wanted(self, spare: int) -> int:
+            return 9
+
+    worker, jobs = stage.worker(max_episodes=2), {name: Stub() for name in "abcde"}
+    worker._jobs = jobs  # type: ignore[assignment]
+    played = set[str]()
+    for turn in range(5):
+        monkeypatch.setattr(worker, "_clock", lambda turn=turn: turn * worker_module.TURN_S)
+        for name, job in jobs.items():  # they play on from turn to turn
+            job.num_episodes += max(0, worker._share(name) - job.num_episodes)
+        assert sum(job.num_episodes for job in jobs.values()) == 2
+    for turn in range(5):
+        monkeypatch.setattr(worker, "_clock", lambda turn=turn: turn * worker_module.TURN_S)
+        for job in jobs.values():
+            job.num_episodes = 0
+        played |= {name for name in jobs if worker._share(name)}
+    assert played == {*jobs}
+
+
 async def test_a_job_that_no_engine_serves_leaves_its_places_to_the_others(stage: Stage) -> None:
-    served, waits = [await stage.submit(config={"replies": 30}) for _ in range(2)]
-    await stage.publish(served, stage.place.chatty)
-    await stage.publish(waits, stage.place.chatty, load=False)
-    for claim in (served, waits):
-        await stage.dispatch(claim, 8)
+    served, waits = [await stage.submit(sampling={"max_new_tokens": 600}) for _ in range(2)]
+    await stage.publish(served, stage.place.endless)
+    await stage.publish(waits, stage.place.endless, load=False)
     async with stage.working(stage.worker(max_episodes=4)) as worker:
         await until(lambda: worker._jobs.keys() >= {served.job_id, waits.job_id})
-        await until(lambda: worker._jobs[served.job_id].num_episodes == 4)
+        for claim in (served, waits):
+            await stage.dispatch(claim, 8)
+        await until(lambda: worker._share(served.job_id) == 4)
         assert worker._share(waits.job_id) == 0
 
 
