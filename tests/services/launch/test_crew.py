@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from threading import Thread
 import pytest
 
 from services.files.data_dir import DataDir
-from services.launch import supervisor
+from services.launch import crew_run, supervisor
 from services.launch.crew import TRIES, Crew, CrewError
 from services.launch.installation import Installation, Ports
 from services.launch.placement import Member, PlacementRequest, place
@@ -126,6 +127,47 @@ def test_who_does_not_leave_in_its_time_is_killed_and_the_others_still_leave(tmp
     assert "trainer is killed: it did not leave within 105 s" in said
     assert here.children["trainer"].poll() == -signal.SIGKILL
     assert said[-1] == "redis left with code 0"
+
+
+def test_the_time_to_leave_runs_while_they_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks may wait for something that hangs; those that come after would have no time left."""
+    crew, _, said = crew_of(tmp_path, {"trainer": DEAF})
+    clock, waited, asks = Clock(), list[float](), Process.ask_to_leave
+
+    def asks_long(process: Process) -> None:
+        asks(process)
+        clock.now += 1000
+
+    def pauses(seconds: float) -> None:
+        waited.append(seconds)
+        clock.now += 1000
+
+    monkeypatch.setattr(Process, "ask_to_leave", asks_long)
+    monkeypatch.setattr(crew, "_clock", clock)
+    monkeypatch.setattr(crew, "_pause", pauses)
+    crew.start()
+    until(lambda: "here" in crew.last_words("trainer"))
+    crew.leave()
+    assert waited == []
+    assert "trainer is killed: it did not leave within 105 s" in said
+
+
+def test_an_installation_that_finds_another_one_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew, here, _ = crew_of(tmp_path, {})
+
+    def told_to_leave(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", told_to_leave)  # it would wait for the other's end
+    folder = here.data_dir.redis
+    folder.mkdir()
+    with (folder / "launched.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert crew_run.run(crew._installation, here, None) == crew_run.TOLD_TO_LEAVE
+    assert here.started == []
+    assert "the data directory is in use" in capsys.readouterr().out
 
 
 def test_what_ends_is_started_again(tmp_path: Path) -> None:

@@ -84,3 +84,14 @@ def test_where_files_cannot_be_locked_that_is_told_and_nothing_refused(
     assert said == [
         f"{tmp_path}/launched.lock cannot be locked (No locks available): launch nothing else on this data directory"
     ]
+
+
+def test_a_file_system_may_say_of_a_held_lock_that_it_is_not_permitted(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RunsAlready, match="another installation"), only_one(tmp_path, said.append, within_s=0):
+        pass

@@ -1,9 +1,10 @@
-"""A worker ends a lease, and the reply to that is lost: saying it again takes nothing from the next lease."""
+"""A worker ends a lease, and the reply to that is lost: saying it again takes nothing from the next lease. And a worker
+that has no place for a job still asks whether anything waits there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -63,7 +64,7 @@ class AmpleEngines:
 async def unheard(health: Mapping[str, str | bool]) -> None: ...
 
 
-def episodes_of(table: Table, setting: EpisodeSetting) -> JobEpisodes:
+def episodes_of(table: Table, setting: EpisodeSetting, limit: Callable[[], int] = lambda: 4) -> JobEpisodes:
     loaded = LoadedJob(spec(), [cast(Any, world())], cast(Any, None), context_tokens=4096, vocab_size=300)
     return JobEpisodes(
         JOB,
@@ -72,7 +73,7 @@ def episodes_of(table: Table, setting: EpisodeSetting) -> JobEpisodes:
         cast(JobEngines, AmpleEngines()),
         table.bus,
         worker=table.worker,
-        limit=lambda: 4,
+        limit=limit,
         drain_s=0.1,
         tell=unheard,
     )
@@ -107,3 +108,28 @@ async def test_an_ending_that_is_said_twice_leaves_the_next_lease_alone(
         await running
     assert line.counts["lose reply"] == 1
     assert (script.num_plays, setting.counters["episodes/fenced"]) == (2, 0)
+
+
+async def test_a_job_that_has_no_place_learns_that_it_has_something_to_play(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would count as idle, and be given none, for good."""
+    table = await Table.lay(redis_client)
+    setting, limit = make_setting(table, cast(Any, None), None), [4]
+    num_queued, asked = table.bus.num_queued, asyncio.Event()
+
+    async def asks(job: str) -> int:
+        asked.set()
+        return await num_queued(job)
+
+    monkeypatch.setattr(table.bus, "num_queued", asks)
+    episodes = episodes_of(table, setting, lambda: limit[0])
+    running = asyncio.create_task(episodes.run())
+    await until(lambda: episodes.is_idle)
+    limit[0] = 0
+    await until(asked.is_set)
+    await table.dispatch()
+    await until(lambda: not episodes.is_idle)
+    assert episodes.num_episodes == 0
+    setting.leaving.set()
+    await running
