@@ -43,10 +43,9 @@ def run(installation: Installation, place: CrewPlace, submission: Submission | N
         try:
             with only_one(installation.data_dir.redis, say):
                 return _run(installation, place, submission)
-        except KeyboardInterrupt:
-            say("asked to leave")
+        except KeyboardInterrupt:  # while it waited for another one's end
             return TOLD_TO_LEAVE
-        except (CrewError, RunsAlready) as error:
+        except RunsAlready as error:
             say(str(error))
             return 1
 
@@ -67,6 +66,12 @@ def _run(installation: Installation, place: CrewPlace, submission: Submission | 
             crew.look()
             time.sleep(LOOK_S)
         return follower.returncode
+    except KeyboardInterrupt:
+        say("asked to leave")
+        return TOLD_TO_LEAVE
+    except CrewError as error:  # told before they leave, which takes its time
+        say(str(error))
+        return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # leaving has its own time limits
             signal.signal(number, signal.SIG_IGN)

@@ -170,6 +170,31 @@ def test_an_installation_that_finds_another_one_starts_nothing(
     assert "the data directory is in use" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("ends_with", "told", "status"),
+    [(CrewError("no such device"), "no such device", 1), (KeyboardInterrupt(), "asked to leave", 143)],
+)
+def test_why_an_installation_ends_is_told_before_its_members_leave(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends_with: BaseException,
+    told: str,
+    status: int,
+) -> None:
+    crew, here, _ = crew_of(tmp_path, {})
+
+    def ends(_: Crew) -> None:
+        raise ends_with
+
+    monkeypatch.setattr(Crew, "start", ends)
+    monkeypatch.setattr(Crew, "leave", lambda _: print("all have left"))
+    monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)
+    assert crew_run.run(crew._installation, here, None) == status
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split("  ")[-1] for line in last] == [told, "all have left"]
+
+
 def test_what_ends_is_started_again(tmp_path: Path) -> None:
     crew, here, said = crew_of(tmp_path, {})
     crew.start()
