@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 
-from examples.agent.service import CALCULATE, MAX_RETRIES, Episodes, Service, calculated
+from examples.agent.service import CALCULATE, Episodes, Service, calculated, make_client
 
 
 class Broke(Exception):
@@ -21,8 +21,7 @@ class Broke(Exception):
 
 
 class Streaming(Episodes):
-    def _answer(self, start: dict[str, Any]) -> str:
-        client = self._client.with_options(base_url=start["base_url"], api_key=start["api_key"])
+    def _answer(self, client: openai.OpenAI, start: dict[str, Any]) -> str:
         try:
             return answer(client, start["task"]["expression"])
         except openai.BadRequestError:  # beyond a limit of the episode
@@ -83,8 +82,7 @@ def together(stream: Iterable[Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    client = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=MAX_RETRIES)
-    Service(parser.parse_args().port, Streaming(client)).serve_forever()
+    Service(parser.parse_args().port, Streaming(make_client)).serve_forever()
 
 
 if __name__ == "__main__":

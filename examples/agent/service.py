@@ -8,9 +8,12 @@ its start is sent: who sends it again is given the same end. `examples/agent/job
 
 import argparse
 import contextlib
+import functools
 import json
+import ssl
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -57,12 +60,31 @@ def calculated(arguments: str) -> str:
         return f"error: {error}"
 
 
+class Clients:
+    """One for each episode of the moment: threads that share one wait for each other's turn at its connections."""
+
+    def __init__(self, make: Callable[[], openai.OpenAI]) -> None:
+        self._make = make
+        self._free = deque[openai.OpenAI]()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[openai.OpenAI]:
+        try:
+            client = self._free.pop()
+        except IndexError:
+            client = self._make()
+        try:
+            yield client
+        finally:
+            self._free.append(client)
+
+
 class Episodes:
     """Each is played by whoever asks for it first; the others wait for its end."""
 
-    def __init__(self, client: openai.OpenAI) -> None:
-        """``client``: one for all, whose connections are kept; each episode has a key of its own."""
-        self._client = client
+    def __init__(self, make_client: Callable[[], openai.OpenAI]) -> None:
+        """``make_client``: their connections are kept; each episode has an address and a key of its own."""
+        self._clients = Clients(make_client)
         self._ends: dict[str, Future[str]] = {}
         self._starting = threading.Lock()
 
@@ -73,11 +95,14 @@ class Episodes:
             if end is None:
                 end = self._ends[name] = Future()
         if is_first:
-            _settle(end, lambda: self._answer(start))
+            _settle(end, lambda: self._play(start))
         return end.result()
 
-    def _answer(self, start: dict[str, Any]) -> str:
-        client = self._client.with_options(base_url=start["base_url"], api_key=start["api_key"])
+    def _play(self, start: dict[str, Any]) -> str:
+        with self._clients.one() as client:
+            return self._answer(client.with_options(base_url=start["base_url"], api_key=start["api_key"]), start)
+
+    def _answer(self, client: openai.OpenAI, start: dict[str, Any]) -> str:
         try:
             return answer(client, start["task"]["expression"])
         except openai.BadRequestError:  # beyond a limit of the episode
@@ -124,11 +149,21 @@ class Start(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
+def make_client() -> openai.OpenAI:
+    http = openai.DefaultHttpxClient(verify=certificates())
+    return openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=MAX_RETRIES, http_client=http)
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """Those of the system, read once: that takes longer than a small turn."""
+    return ssl.create_default_context()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.agent.service")
     parser.add_argument("--port", type=int, default=9000)
-    client = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=MAX_RETRIES)
-    Service(parser.parse_args().port, Episodes(client)).serve_forever()
+    Service(parser.parse_args().port, Episodes(make_client)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tests.chaos.adder import Adder, make_client
 
 class Adders(Episodes):
     def __init__(self, journal: Path) -> None:
-        super().__init__(make_client())
+        super().__init__(make_client)
         self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(self, **record: Any) -> None:
@@ -32,9 +32,8 @@ class Adders(Episodes):
         self.note(event="asked to start", episode=name)
         return super().play(name, start)
 
-    def _answer(self, start: dict[str, Any]) -> str:
+    def _answer(self, client: openai.OpenAI, start: dict[str, Any]) -> str:
         run, episode, task = uuid.uuid4().hex[:6], start["episode"], start["task"]
-        client = self._client.with_options(base_url=start["base_url"], api_key=start["api_key"])
         self.note(event="began", episode=episode, run=run)
         try:
             Adder(client, run, Path(task["ledger"]), self.note, pays=True).play(task["number"])
