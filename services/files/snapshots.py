@@ -272,13 +272,19 @@ def read(bucket: Bucket, name: str) -> InstallationSnapshot:
         given: dict[str, Any] = json.loads(data)
         if given["schema"] > SCHEMA or given["layout"] > LAYOUT:
             raise LaterLayout(f"release {given['release']} made the snapshot {name}: restore it with that release")
-        models = {directory: _files_from(files) for directory, files in given["models"].items()}
+        models = {_model_directory(directory): _files_from(files) for directory, files in given["models"].items()}
         files = _files_from(given["files"])
         return InstallationSnapshot(
             name, given["made_at"], given["release"], files, models, given.get("begun_ns"), given.get("follower")
         )
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
+
+
+def _model_directory(path: str) -> str:
+    if not PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+        raise ValueError(f"{path} is no directory of a model")
+    return path
 
 
 def _files_from(given: Mapping[str, Any]) -> dict[str, Saved]:

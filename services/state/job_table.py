@@ -236,6 +236,8 @@ class JobTable(JobClaims):
                 await asyncio.to_thread(self._saved.remove, job)
             await self._functions.call("withdraw_job", service_keys(), job)
             await self._functions.call("remove_job", job_keys(job))
+            if self._saved is not None:  # whoever read the job meanwhile may have saved what an environment says
+                await asyncio.to_thread(self._saved.remove, job)
             # Not where the server was wiped meanwhile and given the job back.
             is_gone = not await self._redis.exists(job_key(job, "job"))
 

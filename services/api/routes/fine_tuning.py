@@ -17,7 +17,7 @@ from services.api.http.errors import documented
 from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
 from services.api.routes.events import check_position
-from services.api.routes.jobs import IdempotencyKey, wish
+from services.api.routes.jobs import IdempotencyKey, note_new, wish
 from services.api.submission import submit
 from services.api.submission.fine_tuning import (
     FineTuningEvent,
@@ -87,7 +87,9 @@ async def create(
     is_repetition = x_stainless_retry_count > 0
     job_id = await context.resubmissions.job_id(caller.name, wanted, is_repetition=is_repetition)
     job = await submit.submit(context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition)
-    if job.id != job_id:
+    if job.id == job_id:
+        note_new(job)
+    else:
         response.headers["Idempotent-Replayed"] = "true"
     return facade_job(job)
 

@@ -233,14 +233,15 @@ async def wish(
 def submitted(job: JobRecord, response: Response, *, is_new: bool) -> JobView:
     """The answer to whoever submitted `job`; one that is new is noted in the audit."""
     if is_new:
-        _note_new(job)
+        note_new(job)
     else:
         response.headers["Idempotent-Replayed"] = "true"
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job_view(job)
 
 
-def _note_new(job: JobRecord) -> None:
+def note_new(job: JobRecord) -> None:
+    """In the audit."""
     beginning = {name: job.spec_data[name] for name in ("parent", "recorded") if job.spec_data.get(name)}
     audit.changed("job", job.id, new={"owner": job.owner, "model": job.spec_data.get("model"), **beginning})
 

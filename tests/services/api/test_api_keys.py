@@ -299,6 +299,16 @@ async def test_the_audit_says_what_was_changed_and_no_secret(app: FastAPI, tmp_p
     assert made["key"].rpartition("_")[2] not in text
 
 
+async def test_a_job_of_the_other_face_is_in_the_audit_like_any(app: FastAPI, tmp_path: Path):
+    made = await make(app, owner="alice", scopes="jobs:read,jobs:write")
+    given = {"model": "m", "training_file": "env:environments.calculator:Calculator"}
+    answer = await ask(app, "POST", "/v1/fine_tuning/jobs", made["key"], json=given)
+    assert answer.status_code == 200, answer.text
+    *_, line = (tmp_path / "audit.jsonl").read_text().splitlines()
+    new = {"owner": "alice", "model": "m"}
+    assert json.loads(line)["changes"] == [{"what": "job", "name": answer.json()["id"], "new": new}]
+
+
 def test_who_asks_too_often_is_told_when_to_come_back_and_holds_up_nobody():
     clock = [0.0]
     limit = RateLimit(lambda: clock[0], per_s=2.0, burst=3.0)

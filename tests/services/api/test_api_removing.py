@@ -125,6 +125,24 @@ async def test_a_removal_that_was_cut_off_is_finished_by_the_next(
     assert (await store.jobs.create("{}", idempotency_key="k")).id != job
 
 
+async def test_what_a_reader_saved_of_a_job_that_is_being_removed_goes_with_it(
+    over: tuple[Store, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, job = over
+    await store.environments.describe(job, 0, {"tools": []})
+    functions = store.jobs._functions
+
+    async def call(name: str, *given: object) -> object:
+        if name == "remove_job":
+            assert await store.environments.get(job, 0) == {"tools": []}
+            assert (tmp_path / job).exists()
+        return await Functions.call(functions, name, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functions, "call", call)
+    await store.jobs.remove(job)
+    assert JobsDir(tmp_path).is_empty()
+
+
 async def test_a_job_that_another_is_just_made_from_stays(over: tuple[Store, str]) -> None:
     store, job = over
     async with store.jobs.used(job):

@@ -273,6 +273,20 @@ def test_a_snapshot_cannot_name_a_file_elsewhere(here: Path, bucket: Bucket, pat
         newest(bucket)
 
 
+@pytest.mark.parametrize("directory", ["{there}/../elsewhere", "models/m"])
+def test_a_snapshot_cannot_name_a_model_elsewhere(here: Path, bucket: Bucket, tmp_path: Path, directory: str) -> None:
+    """As seen from the data directory that it comes back to, which a path with `..` only seems to be in."""
+    name = save(here, bucket, Tally()).name
+    place = f"{snapshots.SNAPSHOTS}/{name}.json"
+    record = json.loads(b"".join(bucket.get(place)))
+    some = next(iter(record["files"].values()))
+    record["models"][directory.format(there=tmp_path / "there")] = {"x": some}
+    bucket.put(place, json.dumps(record).encode())
+    with pytest.raises(SnapshotDamaged, match="no directory of a model"):
+        restore(tmp_path / "there", bucket, snapshots.read(bucket, name), Tally())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_snapshot_of_a_later_release_is_refused(here: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later:
         later.setattr(snapshots, "LAYOUT", snapshots.LAYOUT + 1)
