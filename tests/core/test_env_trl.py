@@ -261,6 +261,38 @@ def test_what_cannot_be_run_is_refused_at_once() -> None:
         from_trl({"a": Doubling})
 
 
+class Answering(Doubling):
+    def done(self, answer: str) -> str:
+        """Hand in the answer.
+
+        Args:
+            answer: what it is
+        """
+        return answer
+
+
+class Asking(Doubling):
+    def done(self) -> bool:
+        return self._value > 4
+
+
+class Handing(Doubling):
+    @staticmethod
+    def done() -> str:
+        """Hand in."""
+        return "thank you"
+
+
+@pytest.mark.parametrize("cls", [Answering, Asking, Handing])
+def test_done_as_a_method_is_refused_with_what_to_do(cls: type) -> None:
+    """A bound method is true, so that the first call would end every episode."""
+    complaint = "done is an attribute or property.*name the tool otherwise"
+    with pytest.raises(InvalidEnvironment, match=complaint):
+        from_trl(cls)
+    with pytest.raises(InvalidEnvironment, match=complaint):
+        PlainEnvironment(cls, {}, name="mine")
+
+
 async def test_a_finished_environment_can_be_named_in_a_job(tmp_path: Any) -> None:
     source = (
         "from gspo_core.env import from_trl\nfrom tests.core.test_env_trl import Doubling\nworld = from_trl(Doubling)\n"
