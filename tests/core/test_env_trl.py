@@ -12,6 +12,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, PlainEnvironment, Timeouts, from_trl, load_environment
+from gspo_core.env.trl import TrlDialect
 from gspo_core.types import Split, StopReason
 from tests.core.env_kit import call, play
 from tests.patience import HANG_S
@@ -259,6 +260,13 @@ def test_what_cannot_be_run_is_refused_at_once() -> None:
         from_trl(Guessing, dataset=[ROW])
     with pytest.raises(InvalidEnvironment, match="need a dataset"):
         from_trl({"a": Doubling})
+
+
+def test_a_list_is_text_like_any_result_unless_it_is_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "image", "image": "x"}]
+    assert TrlDialect().result(parts) is parts
+    assert TrlDialect().result([{"type": "hotel", "stars": 5}]) == "[{'type': 'hotel', 'stars': 5}]"
+    assert TrlDialect().result([1, None]) == "[1, None]"
 
 
 class Answering(Doubling):
