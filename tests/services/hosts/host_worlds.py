@@ -346,6 +346,21 @@ class Alone:
         return 1.0
 
 
+class Undefined(Alone):
+    """Reports numbers that are none, beside one that is."""
+
+    def rate(self, ctx: Any) -> str:
+        """Report."""
+        ctx.metric("rate", float("nan"))
+        ctx.metric("loss", float("inf"))
+        ctx.metric("rated", 1.0)
+        return "rated"
+
+    def get_reward(self, ctx: Any) -> float:
+        ctx.metric("mean", float("nan"))
+        return 0.5
+
+
 class Fickle(Shared):
     """Says that it can be replayed, and cannot."""
 

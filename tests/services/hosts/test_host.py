@@ -196,6 +196,14 @@ async def test_a_tool_that_raises_breaks_nothing(host: Open, counts: Counter[str
     assert counts["host/broken_by_policy"] == 0
 
 
+async def test_a_metric_that_is_not_finite_is_left_out(host: Open) -> None:
+    session = await begun(await host("Undefined"))
+    assert said(await session.act(call("rate"))) == "rated"
+    assert await session.score() == (0.5, {})
+    assert session.metrics == {"rated": 1.0}
+    await session.close()
+
+
 async def test_memory_has_a_bound(host: Open, counts: Counter[str]) -> None:
     environment = await host("Alone")
     session = await begun(environment, limits=Timeouts(step_timeout_s=20.0))
