@@ -39,7 +39,7 @@ class SessionServer(asyncio.Protocol):
 
     def __init__(self, environment: Environment, memory_bytes: int) -> None:
         self._environment = environment
-        self._most_bytes = limits.peak_bytes() + memory_bytes
+        self._peak, self._memory_bytes = limits.Peak(), memory_bytes
         self._frames = wire.Frames()
         self._held: dict[int, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class SessionServer(asyncio.Protocol):
             reply = {"failed": (failure.phase, failure.reason), "hung": held is not None and held.session.is_stuck}
         except Exception as error:
             reply = {"failed": (operation, f"{type(error).__name__}: {error}")}
-        if limits.peak_bytes() > self._most_bytes:
+        if self._peak.is_beyond(self._memory_bytes):
             os._exit(limits.OVER_MEMORY_STATUS)
         self._answer({"id": request["id"], **reply}, operation)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -300,6 +301,21 @@ class Alone:
     def spike(self) -> str:
         """Take memory for a moment."""
         return str(len(bytearray(b"x") * (160 << 20)))
+
+    def map(self, path: str) -> str:
+        """Read every page of a file that stays mapped.
+
+        Args:
+            path: of the file
+        """
+        with open(path, "rb") as file:
+            self.mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return str(sum(self.mapped[:: mmap.PAGESIZE]))
+
+    def unmap(self) -> str:
+        """Let the file go."""
+        self.mapped.close()
+        return "closed"
 
     def grab(self) -> str:
         """Take far too much memory at once."""

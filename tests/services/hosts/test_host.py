@@ -221,6 +221,23 @@ async def test_memory_that_was_held_for_a_moment_counts_too(host: Open, counts: 
     assert counts["host/over_memory"] == 1
 
 
+async def test_files_that_are_mapped_are_no_memory_of_a_session(
+    host: Open, counts: Counter[str], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.touch()
+    os.truncate(data, 300 << 20)
+    session = await begun(await host("Alone"), limits=Timeouts(step_timeout_s=20.0))
+    assert said(await session.act(call("map", path=str(data)))) == "0"
+    assert said(await session.act(call("unmap"))) == "closed"
+    assert said(await session.act(call("map", path=str(data)))) == "0"
+    assert counts["host/over_memory"] == 0
+    # Beside them its own memory counts as ever, also for a moment.
+    assert (await session.act(call("spike"))).stop_reason is StopReason.ENV_CRASH
+    assert counts["host/over_memory"] == 1
+    await session.close()
+
+
 async def test_who_merely_acts_when_all_together_filled_the_memory_is_not_blamed(
     host: Open, counts: Counter[str]
 ) -> None:
