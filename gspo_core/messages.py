@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NotRequired, Required, TypeAlias, TypedDict
+from typing import Literal, NotRequired, Required, TypeAlias, TypedDict, TypeGuard
 
 from gspo_core.json_value import JSON
 
@@ -21,6 +21,15 @@ class ContentPart(TypedDict, total=False):
 
 
 Content: TypeAlias = str | list[ContentPart]
+
+_MEDIA = {
+    **{kind: {kind, "url", "path", "base64", "data", "source"} for kind in ("image", "audio", "video")},
+    **{f"{kind}_url": {f"{kind}_url"} for kind in ("image", "audio", "video")},
+    "input_image": {"image_url"},
+    "input_audio": {"input_audio"},
+}
+"""Where a part that is no text holds what it shows, as transformers, OpenAI, Anthropic and MCP write it."""
+_ABOUT_MEDIA = {"type", "detail", "format", "mimeType", "mime_type"}
 
 
 class CalledFunction(TypedDict):
@@ -162,6 +171,19 @@ class ParsedTurn:
         """An attempt could not be read as a call at all (a call of an unknown tool can be read)."""
         readable = {CallStatus.OK, CallStatus.UNKNOWN_TOOL}
         return any(call.status not in readable for call in self.calls)
+
+
+def is_parts(value: object) -> TypeGuard[list[ContentPart]]:
+    """Whether it is content in parts. Data may have a ``type`` as well, so each is in the very form of a part."""
+    return isinstance(value, list) and bool(value) and all(isinstance(part, dict) and _is_part(part) for part in value)
+
+
+def _is_part(given: Mapping[str, JSON]) -> bool:
+    kind = given.get("type")
+    if kind == "text":
+        return given.keys() == {"type", "text"} and isinstance(given["text"], str)
+    shown = given.keys() - _ABOUT_MEDIA
+    return isinstance(kind, str) and len(shown) == 1 and shown <= _MEDIA.get(kind, set())
 
 
 def other_parts(message: Message) -> list[str]:

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,14 +25,20 @@ from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import InvalidEnvironment, Message, ToolSchema
 from gspo_core.env.calls import MemberCaller
 from gspo_core.env.functions import Call, Reward, Worth
+from gspo_core.env.prompt import first_messages
 from gspo_core.json_value import JSON
 from gspo_core.types import Split
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import ContentBlock
+    from mcp.types import ContentBlock, Tool
 
 _DOC_LINK = "For further information visit"
+
+_CLOSED = frozenset({-32000, -32001})
+"""Codes of the package's own errors: a connection was closed, or no answer came. All others come from a command."""
+_HTTP_FAILED = _CLOSED | {-32700, -32600, -32601, -32603}
+"""With these, too, it says that HTTP failed (a 502, a session that is over): they may come from no server."""
 
 
 class Mcp:
@@ -54,9 +60,9 @@ class Mcp:
         limits: Mapping[str, JSON] | None = None,
         reward_range: tuple[float, float] | None = None,
     ) -> RemoteEnvironment:
-        """``tasks`` have a ``prompt`` each, given here or as a JSONL file; ``reward`` is ``package.module:function`` or
-        ``file.py:function``. ``environment`` and ``cwd`` are for a command, ``headers`` for a ``url``; all are stored
-        with the job, so they are no place for secrets."""
+        """``tasks`` have a ``prompt`` each (text or messages), given here or as a JSONL file; ``reward`` is
+        ``package.module:function`` or ``file.py:function``. ``environment`` and ``cwd`` are for a command, ``headers``
+        for a ``url``; all are stored with the job, so they are no place for secrets."""
         if bool(command) == bool(url):
             raise InvalidEnvironment(f"{name}: an MCP server is either a command or a url")
         if (environment or cwd) and url:
@@ -78,7 +84,7 @@ class Mcp:
                     create_mcp_http_client(dict(headers or {})) as http,
                     Client(streamable_http_client(url, http_client=http)) as client,
                 ):
-                    with closing(_McpConnection(client, judge, system)) as connection:
+                    with closing(_McpConnection(client, judge, system, _HTTP_FAILED)) as connection:
                         yield connection
                 return
             program, *words = command
@@ -94,10 +100,12 @@ class Mcp:
 class _McpConnection:
     """One connection to the server."""
 
-    def __init__(self, client: Client, judge: Reward, system: str) -> None:
+    def __init__(self, client: Client, judge: Reward, system: str, failures: Collection[int] = _CLOSED) -> None:
+        """``failures``: codes of errors that may be no answer of the server."""
         self._client = client
         self._judge = judge
         self._system = system
+        self._failures = failures
         self._task: Mapping[str, JSON] = {}
         self._calls: list[Call] = []
         self._judging = MemberCaller("reward")
@@ -110,7 +118,6 @@ class _McpConnection:
         self._judging.close()
 
     async def tools(self) -> list[ToolSchema]:
-        listed = await self._client.list_tools()
         return [
             {
                 "type": "function",
@@ -120,23 +127,44 @@ class _McpConnection:
                     "parameters": tool.input_schema,
                 },
             }
-            for tool in listed.tools
+            async for tool in self._listed()
         ]
+
+    async def _listed(self) -> AsyncIterator[Tool]:
+        """The tools of all pages."""
+        page = await self._client.list_tools()
+        while True:
+            for tool in page.tools:
+                yield tool
+            if not page.next_cursor:
+                return
+            page = await self._client.list_tools(cursor=page.next_cursor)
 
     async def begin(self, task: Mapping[str, JSON], seed: int) -> list[Message]:
         self._task = task
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, {"role": "user", "content": str(task["prompt"])}]
+        prompt = task["prompt"]
+        asked: dict[str, JSON] = {"prompt": prompt if isinstance(prompt, list) else str(prompt)}
+        return first_messages(asked, None, self._system)
 
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> RemoteAnswer:
-        result = await self._client.call_tool(name, dict(arguments))
+        from mcp import MCPError
+
+        try:
+            result = await self._client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.code in self._failures:
+                raise
+            return self._refused(name, arguments, error.message)
         text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
-            error = text.split(_DOC_LINK)[0].strip()
-            self._calls.append(Call(name, arguments, error=ValueError(error)))
-            return RemoteAnswer(f"error: {error}")
+            return self._refused(name, arguments, text)
         self._calls.append(Call(name, arguments, text))
         return RemoteAnswer(text)
+
+    def _refused(self, name: str, arguments: Mapping[str, JSON], text: str) -> RemoteAnswer:
+        error = text.split(_DOC_LINK)[0].strip()
+        self._calls.append(Call(name, arguments, error=ValueError(error)))
+        return RemoteAnswer(f"error: {error}")
 
     async def say(self, text: str) -> RemoteAnswer:
         return RemoteAnswer("", done=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from gspo_core.env.dialect import EnvironmentDialect
@@ -87,6 +88,11 @@ class PlainEnvironment:
         for member in members:
             if not callable(getattr(self.cls, member, None)):
                 raise InvalidEnvironment(f"{self.name} needs a method {member}(); see environments/README.md")
+        if isinstance(inspect.getattr_static(self.cls, "done", None), FunctionType | staticmethod | classmethod):
+            raise InvalidEnvironment(
+                f"{self.name}: done is an attribute or property that ends the episode, and no method; "
+                "name the tool otherwise, such as finish"
+            )
         if hasattr(self.cls, "snapshot") != hasattr(self.cls, "restore"):
             raise InvalidEnvironment(f"{self.name}: define both snapshot() and restore(state), or neither")
         kept = getattr(self.cls, "end_state", ())

@@ -27,7 +27,7 @@ from gspo_core.env.hints import Hint, HintError, Read, description_in, hint_of, 
 from gspo_core.env.pydantic_hints import default_in, field_in
 from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
-from gspo_core.messages import Content, ParameterSchema, ToolSchema
+from gspo_core.messages import Content, ParameterSchema, ToolSchema, is_parts
 
 HIDDEN_PARAMETERS = frozenset({"self", "cls", "ctx"})
 
@@ -133,7 +133,7 @@ def result_content(result: object) -> Content:
     """A result as the policy reads it: strings and content parts as they are, anything else as compact JSON."""
     if isinstance(result, str):
         return result
-    if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
+    if is_parts(result):
         return result
     return json.dumps(result, ensure_ascii=False, separators=(",", ":"), default=_plain_value)
 

@@ -33,7 +33,7 @@ from gspo_core.environment_contract import (
 )
 from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
-from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema
+from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema, is_parts
 from gspo_core.types import Split
 
 
@@ -65,7 +65,7 @@ class TrlDialect(EnvironmentDialect):
         return {**arguments}
 
     def result(self, value: object) -> Content:
-        return value if isinstance(value, list) else str(value)
+        return value if is_parts(value) else str(value)
 
     def failure(self, error: BaseException) -> str:
         return str({"error": str(error)})

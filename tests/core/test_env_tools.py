@@ -211,6 +211,41 @@ def test_content_parts_and_arrays_pass() -> None:
         result_content({1, 2})
 
 
+HELLO = {"type": "text", "text": "hello"}
+PICTURE = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [HELLO, PICTURE],
+        [{"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}],
+        [{"type": "image", "url": "x"}],
+        [{"type": "image", "source": {"type": "base64", "data": "AAAA"}}],
+        [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+    ],
+)
+def test_parts_of_a_known_form_pass(parts: list[dict[str, Any]]) -> None:
+    assert result_content(parts) is parts
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"type": "hotel", "name": "Ritz"}],
+        [{"type": "text", "text": "hi", "author": "bob"}],
+        [{"type": "n", "text": None}],
+        [{"type": "text", "text": None}],
+        [HELLO, {"type": "image", "url": "x", "title": "The Ritz"}],
+        [{"type": "image", "width": 3}],
+        [{"type": "image"}],
+        [{"type": ["image"], "url": "x"}],
+    ],
+)
+def test_data_that_has_a_type_is_data(rows: list[dict[str, Any]]) -> None:
+    assert result_content(rows) == json.dumps(rows, separators=(",", ":"))
+
+
 @dataclass
 class Opaque:
     address: int

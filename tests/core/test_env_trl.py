@@ -12,6 +12,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, PlainEnvironment, Timeouts, from_trl, load_environment
+from gspo_core.env.trl import TrlDialect
 from gspo_core.types import Split, StopReason
 from tests.core.env_kit import call, play
 from tests.patience import HANG_S
@@ -259,6 +260,45 @@ def test_what_cannot_be_run_is_refused_at_once() -> None:
         from_trl(Guessing, dataset=[ROW])
     with pytest.raises(InvalidEnvironment, match="need a dataset"):
         from_trl({"a": Doubling})
+
+
+def test_a_list_is_text_like_any_result_unless_it_is_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "image", "image": "x"}]
+    assert TrlDialect().result(parts) is parts
+    assert TrlDialect().result([{"type": "hotel", "stars": 5}]) == "[{'type': 'hotel', 'stars': 5}]"
+    assert TrlDialect().result([1, None]) == "[1, None]"
+
+
+class Answering(Doubling):
+    def done(self, answer: str) -> str:
+        """Hand in the answer.
+
+        Args:
+            answer: what it is
+        """
+        return answer
+
+
+class Asking(Doubling):
+    def done(self) -> bool:
+        return self._value > 4
+
+
+class Handing(Doubling):
+    @staticmethod
+    def done() -> str:
+        """Hand in."""
+        return "thank you"
+
+
+@pytest.mark.parametrize("cls", [Answering, Asking, Handing])
+def test_done_as_a_method_is_refused_with_what_to_do(cls: type) -> None:
+    """A bound method is true, so that the first call would end every episode."""
+    complaint = "done is an attribute or property.*name the tool otherwise"
+    with pytest.raises(InvalidEnvironment, match=complaint):
+        from_trl(cls)
+    with pytest.raises(InvalidEnvironment, match=complaint):
+        PlainEnvironment(cls, {}, name="mine")
 
 
 async def test_a_finished_environment_can_be_named_in_a_job(tmp_path: Any) -> None:

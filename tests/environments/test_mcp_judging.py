@@ -22,6 +22,7 @@ class NoTools:
     """A client of a server that offers nothing."""
 
     tools: Sequence[object] = ()
+    next_cursor = None
 
     async def list_tools(self) -> NoTools:
         return self

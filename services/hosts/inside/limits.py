@@ -76,10 +76,34 @@ def _told(pid: int, file: str, name: str) -> int:
     return 0
 
 
-def peak_bytes() -> int:
-    """The most memory that this process ever held."""
+class Peak:
+    """The most memory that this process held for itself since this was made.
+
+    Files that it maps are no such memory: the kernel may take their pages back. It knows one peak of both, though, so
+    the most that was ever seen mapped is left out. A file that was let go before anybody looked is not told apart, nor
+    is memory of a moment that took the place of a file's pages: there the watch and the hard bound have to do.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._mapped_before = _peak_bytes(), _mapped_bytes()
+        self._mapped = 0
+
+    def is_beyond(self, most_bytes: int) -> bool:
+        beyond = _peak_bytes() - self._before - most_bytes
+        if beyond > self._mapped:
+            self._mapped = max(self._mapped, _mapped_bytes() - self._mapped_before)
+        return beyond > self._mapped
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process ever held, files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
+
+
+def _mapped_bytes() -> int:
+    """Of files of a disk, in the memory of this process at the moment."""
+    return _told(os.getpid(), "status", "RssFile:")
 
 
 def kill_group(pid: int) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ class SessionServer(asyncio.Protocol):
 
     def __init__(self, environment: Environment, memory_bytes: int) -> None:
         self._environment = environment
-        self._most_bytes = limits.peak_bytes() + memory_bytes
+        self._peak, self._memory_bytes = limits.Peak(), memory_bytes
         self._frames = wire.Frames()
         self._held: dict[int, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +83,7 @@ class SessionServer(asyncio.Protocol):
             reply = {"failed": (failure.phase, failure.reason), "hung": held is not None and held.session.is_stuck}
         except Exception as error:
             reply = {"failed": (operation, f"{type(error).__name__}: {error}")}
-        if limits.peak_bytes() > self._most_bytes:
+        if self._peak.is_beyond(self._memory_bytes):
             os._exit(limits.OVER_MEMORY_STATUS)
         self._answer({"id": request["id"], **reply}, operation)
 
@@ -113,23 +114,23 @@ class SessionServer(asyncio.Protocol):
         result = wire.observation_to_json(observation)
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
             return {"result": result, "hung": session.is_stuck}
-        return {"result": result, "metrics": dict(session.metrics), **await self._state(session)}
+        return {"result": result, "metrics": _finite(session.metrics), **await self._state(session)}
 
     async def _handed_out(self, session: Session, request: wire.Request) -> wire.Reply:
         return {"result": await cast(AgentSession, session).handed_out()}
 
     async def _ended(self, session: Session, request: wire.Request) -> wire.Reply:
         await cast(AgentSession, session).ended()
-        return {"result": None, "metrics": dict(session.metrics)}
+        return {"result": None, "metrics": _finite(session.metrics)}
 
     async def _score(self, session: Session, request: wire.Request) -> wire.Reply:
         most_bytes = request.get("evidence_bytes", 0)
         if not most_bytes or not isinstance(session, Witness):
-            return {"result": await session.score(), "metrics": dict(session.metrics)}
+            return {"result": await session.score(), "metrics": _finite(session.metrics)}
         session.keep_evidence(most_bytes)
         score, found = await session.score(), session.evidence
         evidence = dict(found.told), dict(found.left_out)
-        return {"result": score, "metrics": dict(session.metrics), "evidence": evidence}
+        return {"result": score, "metrics": _finite(session.metrics), "evidence": evidence}
 
     async def _task(self, request: wire.Request) -> Mapping[str, JSON]:
         if "task" in request:
@@ -151,6 +152,11 @@ class SessionServer(asyncio.Protocol):
             await asyncio.wait({held.running})
         await held.session.close()
         return {"result": held.session.close_failure, "hung": held.session.is_stuck}
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What JSON can say of them: a mean of nothing is no reason to lose the answer."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _shortened(reply: wire.Reply, operation: str, reason: str) -> wire.Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -301,6 +302,21 @@ class Alone:
         """Take memory for a moment."""
         return str(len(bytearray(b"x") * (160 << 20)))
 
+    def map(self, path: str) -> str:
+        """Read every page of a file that stays mapped.
+
+        Args:
+            path: of the file
+        """
+        with open(path, "rb") as file:
+            self.mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return str(sum(self.mapped[:: mmap.PAGESIZE]))
+
+    def unmap(self) -> str:
+        """Let the file go."""
+        self.mapped.close()
+        return "closed"
+
     def grab(self) -> str:
         """Take far too much memory at once."""
         return str(len(bytearray(1 << 40)))
@@ -344,6 +360,21 @@ class Alone:
         if self.trouble == "crashing reward":
             die("SIGSEGV")
         return 1.0
+
+
+class Undefined(Alone):
+    """Reports numbers that are none, beside one that is."""
+
+    def rate(self, ctx: Any) -> str:
+        """Report."""
+        ctx.metric("rate", float("nan"))
+        ctx.metric("loss", float("inf"))
+        ctx.metric("rated", 1.0)
+        return "rated"
+
+    def get_reward(self, ctx: Any) -> float:
+        ctx.metric("mean", float("nan"))
+        return 0.5
 
 
 class Fickle(Shared):

@@ -196,6 +196,14 @@ async def test_a_tool_that_raises_breaks_nothing(host: Open, counts: Counter[str
     assert counts["host/broken_by_policy"] == 0
 
 
+async def test_a_metric_that_is_not_finite_is_left_out(host: Open) -> None:
+    session = await begun(await host("Undefined"))
+    assert said(await session.act(call("rate"))) == "rated"
+    assert await session.score() == (0.5, {})
+    assert session.metrics == {"rated": 1.0}
+    await session.close()
+
+
 async def test_memory_has_a_bound(host: Open, counts: Counter[str]) -> None:
     environment = await host("Alone")
     session = await begun(environment, limits=Timeouts(step_timeout_s=20.0))
@@ -211,6 +219,23 @@ async def test_memory_that_was_held_for_a_moment_counts_too(host: Open, counts: 
     assert (await session.act(call("spike"))).stop_reason is StopReason.ENV_CRASH
     await session.close()
     assert counts["host/over_memory"] == 1
+
+
+async def test_files_that_are_mapped_are_no_memory_of_a_session(
+    host: Open, counts: Counter[str], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.touch()
+    os.truncate(data, 300 << 20)
+    session = await begun(await host("Alone"), limits=Timeouts(step_timeout_s=20.0))
+    assert said(await session.act(call("map", path=str(data)))) == "0"
+    assert said(await session.act(call("unmap"))) == "closed"
+    assert said(await session.act(call("map", path=str(data)))) == "0"
+    assert counts["host/over_memory"] == 0
+    # Beside them its own memory counts as ever, also for a moment.
+    assert (await session.act(call("spike"))).stop_reason is StopReason.ENV_CRASH
+    assert counts["host/over_memory"] == 1
+    await session.close()
 
 
 async def test_who_merely_acts_when_all_together_filled_the_memory_is_not_blamed(
