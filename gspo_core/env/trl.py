@@ -38,7 +38,10 @@ from gspo_core.types import Split
 
 
 class RewardFunction(Protocol):
-    """TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one."""
+    """TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one.
+
+    Prompt and completion are texts where the row's prompt is one and there are no tools, else messages.
+    """
 
     __name__: str
 
@@ -228,9 +231,10 @@ class TrlSession(PlainSession):
 
     async def _judge(self, function: RewardFunction) -> float | None:
         timeout_s = self._limits.score_timeout_s
+        prompt, completion = self._texts() if self._is_of_texts else self._messages()
         given: dict[str, object] = {
-            "prompts": [list(self._prompt)],
-            "completions": [self._context.messages[len(self._prompt) :]],
+            "prompts": [prompt],
+            "completions": [completion],
             "environments": [self._instance],
             **{name: [value] for name, value in self._context.task.items() if name != "prompt"},
         }
@@ -241,6 +245,20 @@ class TrlSession(PlainSession):
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
             raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
+
+    @property
+    def _is_of_texts(self) -> bool:
+        """TRL reads calls from messages alone, so with tools every prompt is one."""
+        can_answer = bool(self._trl.tools) or hasattr(self._instance, "on_message")
+        return isinstance(self._context.task.get("prompt"), str) and not can_answer
+
+    def _messages(self) -> tuple[Sequence[Message], Sequence[Message]]:
+        return list(self._prompt), self._context.messages[len(self._prompt) :]
+
+    def _texts(self) -> tuple[Content | None, str]:
+        prompt, completion = self._messages()
+        said = [str(message["content"]) for message in completion if message["role"] == "assistant"]
+        return prompt[-1]["content"], "".join(said)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
