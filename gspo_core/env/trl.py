@@ -136,7 +136,10 @@ class TrlEnvironment:
         for function in reward_functions:
             _check_reward_function(function)
         first = next(iter(self.environments.values()))
-        self.limits: Mapping[str, JSON] = first.limits
+        classes = {key: environment.cls for key, environment in self.environments.items()}
+        self.limits = _agreed(name, "limits", classes)
+        self.hosting = _agreed(name, "hosting", classes)
+        self.runs_in_sandboxes = all(getattr(cls, "runs_in_sandboxes", False) for cls in classes.values())
         self.replayable = all(environment.replayable for environment in self.environments.values())
         self.reward_range = first.reward_range if not self.has_several and not reward_functions else None
         self._rows = {Split.TRAIN: dataset, Split.EVAL: eval_dataset}
@@ -186,6 +189,21 @@ class TrlEnvironment:
             raise InvalidEnvironment(f"{environment.name}: two tools are named {min(twice)}")
         environment.tools_by_name = {**own, **environment.tools_by_name}
         return environment
+
+
+def _agreed(name: str, attribute: str, classes: Mapping[str, type]) -> Mapping[str, JSON]:
+    """What the classes say together: who is silent about a setting leaves it to the others."""
+    agreed: dict[str, JSON] = {}
+    by: dict[str, str] = {}
+    for key, cls in classes.items():
+        for setting, value in dict(getattr(cls, attribute, {})).items():
+            if agreed.setdefault(setting, value) != value:
+                raise InvalidEnvironment(
+                    f"{name}: one {attribute} holds for all classes, but {setting} is {agreed[setting]!r} for "
+                    f"{by[setting]} and {value!r} for {key}"
+                )
+            by.setdefault(setting, key)
+    return agreed
 
 
 def _with_functions(factory: Callable[[], object], functions: Mapping[str, FunctionType]) -> object:
