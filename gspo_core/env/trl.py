@@ -9,6 +9,7 @@ tools. A class can also be named directly in a job; then it is answered in our w
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import itertools
@@ -16,7 +17,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.plain import PlainEnvironment
@@ -35,6 +36,8 @@ from gspo_core.environment_records import EnvironmentDescription
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema
 from gspo_core.types import Split
+
+T = TypeVar("T")
 
 
 class RewardFunction(Protocol):
@@ -221,6 +224,7 @@ class TrlSession(PlainSession):
         super().__init__(next(iter(environment.environments.values())), limits, episode_id)
         self._trl = environment
         self._prompt: Sequence[Message] = ()
+        self._judged_by = 0.0
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         self._environment = self._trl.of_row(task)
@@ -233,12 +237,12 @@ class TrlSession(PlainSession):
         if self._lost:
             return await super().score()
         self._look()
+        self._judged_by = asyncio.get_running_loop().time() + self._limits.score_timeout_s
         values: list[tuple[str, object]] = [
             (function.__name__, await self._judge(function)) for function in self._trl.reward_functions
         ]
         if hasattr(self._instance, "get_reward"):
-            timeout_s = self._limits.score_timeout_s
-            own = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
+            own = await self._within_time(self._call_member("get_reward", self._left_s))
             values.append((type(self._instance).__name__, own))
         names = _distinct([name for name, _ in values])
         # None: not scored by this source.
@@ -248,7 +252,6 @@ class TrlSession(PlainSession):
         return math.fsum(parts.values()), parts
 
     async def _judge(self, function: RewardFunction) -> float | None:
-        timeout_s = self._limits.score_timeout_s
         prompt, completion = self._texts() if self._is_of_texts else self._messages()
         given: dict[str, object] = {
             "prompts": [prompt],
@@ -259,10 +262,18 @@ class TrlSession(PlainSession):
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        rewards = await self._or_fail("score", timeout_s, self._caller.call(function, timeout_s, **given))
+        rewards = await self._within_time(self._caller.call(function, self._left_s, **given))
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
             raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
+
+    @property
+    def _left_s(self) -> float:
+        """Of the time for the reward, which all that judge share."""
+        return max(0.0, self._judged_by - asyncio.get_running_loop().time())
+
+    async def _within_time(self, judging: Awaitable[T]) -> T:
+        return await self._or_fail("score", self._limits.score_timeout_s, judging)
 
     @property
     def _is_of_texts(self) -> bool:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_core.env import InvalidEnvironment, from_trl
+from gspo_core.env import Environment, EnvironmentFailed, InvalidEnvironment, Timeouts, from_trl, load_environment
+from gspo_core.types import Split
 from services.hosts.inside.traits import hosting_of, require_sandboxes
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
@@ -142,3 +143,48 @@ def test_classes_of_trl_run_in_sandboxes_if_all_of_them_say_so() -> None:
     require_sandboxes(from_trl({"a": Large, "b": Patient}, dataset=ROWS))
     with pytest.raises(InvalidEnvironment, match="may only run in the tiers process and wall"):
         require_sandboxes(from_trl({"a": Large, "b": Quiet}, dataset=ROWS))
+
+
+JUDGES = """
+import asyncio
+
+from gspo_core.env import from_trl
+
+
+class Quiet:
+    def reset(self, **row):
+        pass
+
+
+async def first(**_):
+    await asyncio.sleep(0.9)
+    return [1.0]
+
+
+async def second(**_):
+    await asyncio.sleep(0.9)
+    return [1.0]
+
+
+trl = from_trl(Quiet, dataset=[{"prompt": "Go."}], reward_funcs=[first, second])
+"""
+
+
+async def judged(environment: Environment) -> None:
+    session = environment.session(limits=Timeouts(score_timeout_s=1.0))
+    try:
+        await session.start(await environment.task(Split.TRAIN, 0), seed=0)
+        with pytest.raises(EnvironmentFailed, match=r"^timed out after 1s$|: timed out after 1s$"):
+            await session.score()
+    finally:
+        await session.close()
+
+
+async def test_judges_of_trl_share_the_time_there_as_here(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    await judged(load_environment(f"{tmp_path}/judges.py:trl"))
+    environment = await HostedEnvironment.open(HostOrder(f"{tmp_path}/judges.py:trl"))
+    try:
+        await judged(environment)
+    finally:
+        await environment.close()
