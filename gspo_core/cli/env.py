@@ -100,10 +100,11 @@ def _agent_of(text: str) -> dict[str, JSON]:
 
 
 async def _play(environment: Environment, arguments: argparse.Namespace) -> int:
+    from gspo_core.testing.watch import timeouts_of
     from gspo_core.types import Split
 
     task = await environment.task(Split(arguments.split), arguments.task)
-    session = environment.session(episode_id="play")
+    session = environment.session(limits=timeouts_of(environment), episode_id="play")
     try:
         start = await session.start(task, arguments.seed)
         print(PLAY_HELP, end="\n\n")

@@ -2,7 +2,7 @@
 
 Rule: a hint gives a schema and a reader that agree: what the schema allows is read, and what is read is of the hint's
 type. It needs the standard library alone. What only pydantic understands goes to it (`pydantic_hints`), the whole hint
-at once, and only where its author has pydantic. A class that neither knows is any JSON.
+at once, and only where its author has pydantic. A class that neither knows is any JSON, and is named in ``unread``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Hint:
     accepts_none: bool = False
     definitions: Mapping[str, ParameterSchema] = field(default_factory=dict)
     """What ``$ref`` in the schema means, for a class that holds itself."""
+    unread: tuple[str, ...] = ()
+    """Classes in it of which no instance is made: whatever JSON stands there is handed over."""
 
 
 def hint_of(hint: Any) -> Hint:
@@ -112,10 +114,11 @@ class _Reading:
         self._within: list[type] = []
         self._definitions: dict[str, ParameterSchema] = {}
         self._readers: dict[type, Read] = {}
+        self._unread: dict[str, None] = {}
 
     def hint(self, hint: Any) -> Hint:
         found = self._hint(hint)
-        return Hint(found.schema, found.read, found.accepts_none, self._definitions)
+        return Hint(found.schema, found.read, found.accepts_none, self._definitions, tuple(self._unread))
 
     def _hint(self, hint: Any) -> Hint:
         hint = getattr(hint, "__value__", hint)  # `type Name = ...`
@@ -131,7 +134,7 @@ class _Reading:
             return _choices({one.value if isinstance(one, enum.Enum) else one: one for one in arguments})
         if isinstance(hint, type) and issubclass(hint, enum.Enum):
             return _choices({member.value: member for member in hint})
-        return self._container(origin or hint, arguments) or self._class(hint) or _plain(hint)
+        return self._container(origin or hint, arguments) or self._class(hint) or self._plain(hint)
 
     def _described(self, hint: Any, text: str) -> Hint:
         found = self._hint(hint)
@@ -242,6 +245,16 @@ class _Reading:
             return Hint({"$ref": f"#/$defs/{cls.__name__}"}, read)
         return Hint(schema, read)
 
+    def _plain(self, hint: Any) -> Hint:
+        if hint in _TEXTS:
+            return _text(hint)
+        if hint in _NAMES:
+            return Hint({"type": _NAMES[hint]}, _reader_of(_NAMES[hint]), hint is type(None))
+        kind = typing.get_origin(hint) or hint
+        if isinstance(kind, type) and kind is not object and kind is not Any:
+            self._unread[kind.__qualname__] = None
+        return _ANYTHING
+
 
 def _read_members(members: Mapping[str, tuple[Hint, bool]], given: Mapping[str, JSON], place: str) -> dict[str, object]:
     for name in given:
@@ -292,13 +305,6 @@ def _choices(choices: Mapping[Any, object]) -> Hint:
         raise HintError(f"{place} must be one of {list(choices)}, not {value!r}")
 
     return Hint(schema, read, None in choices)
-
-
-def _plain(hint: Any) -> Hint:
-    if hint in _TEXTS:
-        return _text(hint)
-    name = _NAMES.get(hint)
-    return _ANYTHING if name is None else Hint({"type": name}, _reader_of(name), hint is type(None))
 
 
 def _text(kind: type) -> Hint:

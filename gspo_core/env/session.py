@@ -273,7 +273,7 @@ class PlainSession:
             return await awaitable
         except DeadlineExceeded as error:
             self._lost = error.lost
-            raise EnvironmentFailed(phase, str(error)) from None
+            raise EnvironmentFailed(phase, f"timed out after {timeout_s:g}s") from None
         except Exception as error:
             raise EnvironmentFailed(phase, error_text(error)) from error
 

@@ -71,6 +71,8 @@ class Parameter:
     read: Read
     if_absent: Callable[[], object] | None
     """What the member gets when the policy leaves it out and the member's own default does not say."""
+    unread: tuple[str, ...] = ()
+    """Classes of its hint of which it gets no instance, but the JSON itself."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _parameter(
     if hint.accepts_none and not has_default:
         if_absent = _none
     required = not has_default and not hint.accepts_none
-    return Parameter(parameter.name, schema, required, hint.read, None if required else if_absent)
+    return Parameter(parameter.name, schema, required, hint.read, None if required else if_absent, hint.unread)
 
 
 def _resolve(parameter: inspect.Parameter, function: FunctionType) -> Any:

@@ -9,6 +9,7 @@ tools. A class can also be named directly in a job; then it is answered in our w
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import itertools
@@ -16,7 +17,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.plain import PlainEnvironment
@@ -36,9 +37,14 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema, is_parts
 from gspo_core.types import Split
 
+T = TypeVar("T")
+
 
 class RewardFunction(Protocol):
-    """TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one."""
+    """TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one.
+
+    Prompt and completion are texts where the row's prompt is one and there are no tools, else messages.
+    """
 
     __name__: str
 
@@ -133,7 +139,10 @@ class TrlEnvironment:
         for function in reward_functions:
             _check_reward_function(function)
         first = next(iter(self.environments.values()))
-        self.limits: Mapping[str, JSON] = first.limits
+        classes = {key: environment.cls for key, environment in self.environments.items()}
+        self.limits = _agreed(name, "limits", classes)
+        self.hosting = _agreed(name, "hosting", classes)
+        self.runs_in_sandboxes = all(getattr(cls, "runs_in_sandboxes", False) for cls in classes.values())
         self.replayable = all(environment.replayable for environment in self.environments.values())
         self.reward_range = first.reward_range if not self.has_several and not reward_functions else None
         self._rows = {Split.TRAIN: dataset, Split.EVAL: eval_dataset}
@@ -185,6 +194,21 @@ class TrlEnvironment:
         return environment
 
 
+def _agreed(name: str, attribute: str, classes: Mapping[str, type]) -> Mapping[str, JSON]:
+    """What the classes say together: who is silent about a setting leaves it to the others."""
+    agreed: dict[str, JSON] = {}
+    by: dict[str, str] = {}
+    for key, cls in classes.items():
+        for setting, value in dict(getattr(cls, attribute, {})).items():
+            if agreed.setdefault(setting, value) != value:
+                raise InvalidEnvironment(
+                    f"{name}: one {attribute} holds for all classes, but {setting} is {agreed[setting]!r} for "
+                    f"{by[setting]} and {value!r} for {key}"
+                )
+            by.setdefault(setting, key)
+    return agreed
+
+
 def _with_functions(factory: Callable[[], object], functions: Mapping[str, FunctionType]) -> object:
     """An instance that also has the functions, which are called as they are."""
     instance = factory()
@@ -200,6 +224,7 @@ class TrlSession(PlainSession):
         super().__init__(next(iter(environment.environments.values())), limits, episode_id)
         self._trl = environment
         self._prompt: Sequence[Message] = ()
+        self._judged_by = 0.0
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         self._environment = self._trl.of_row(task)
@@ -212,12 +237,12 @@ class TrlSession(PlainSession):
         if self._lost:
             return await super().score()
         self._look()
+        self._judged_by = asyncio.get_running_loop().time() + self._limits.score_timeout_s
         values: list[tuple[str, object]] = [
             (function.__name__, await self._judge(function)) for function in self._trl.reward_functions
         ]
         if hasattr(self._instance, "get_reward"):
-            timeout_s = self._limits.score_timeout_s
-            own = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
+            own = await self._within_time(self._call_member("get_reward", self._left_s))
             values.append((type(self._instance).__name__, own))
         names = _distinct([name for name, _ in values])
         # None: not scored by this source.
@@ -227,20 +252,42 @@ class TrlSession(PlainSession):
         return math.fsum(parts.values()), parts
 
     async def _judge(self, function: RewardFunction) -> float | None:
-        timeout_s = self._limits.score_timeout_s
+        prompt, completion = self._texts() if self._is_of_texts else self._messages()
         given: dict[str, object] = {
-            "prompts": [list(self._prompt)],
-            "completions": [self._context.messages[len(self._prompt) :]],
+            "prompts": [prompt],
+            "completions": [completion],
             "environments": [self._instance],
             **{name: [value] for name, value in self._context.task.items() if name != "prompt"},
         }
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        rewards = await self._or_fail("score", timeout_s, self._caller.call(function, timeout_s, **given))
+        rewards = await self._within_time(self._caller.call(function, self._left_s, **given))
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
             raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
+
+    @property
+    def _left_s(self) -> float:
+        """Of the time for the reward, which all that judge share."""
+        return max(0.0, self._judged_by - asyncio.get_running_loop().time())
+
+    async def _within_time(self, judging: Awaitable[T]) -> T:
+        return await self._or_fail("score", self._limits.score_timeout_s, judging)
+
+    @property
+    def _is_of_texts(self) -> bool:
+        """TRL reads calls from messages alone, so with tools every prompt is one."""
+        can_answer = bool(self._trl.tools) or hasattr(self._instance, "on_message")
+        return isinstance(self._context.task.get("prompt"), str) and not can_answer
+
+    def _messages(self) -> tuple[Sequence[Message], Sequence[Message]]:
+        return list(self._prompt), self._context.messages[len(self._prompt) :]
+
+    def _texts(self) -> tuple[Content | None, str]:
+        prompt, completion = self._messages()
+        said = [str(message["content"]) for message in completion if message["role"] == "assistant"]
+        return prompt[-1]["content"], "".join(said)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

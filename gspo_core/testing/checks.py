@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from dataclasses import dataclass, field
 
 from gspo_core.env import CallStatus, Environment, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
+from gspo_core.env.tools import Tool
 from gspo_core.environment_records import Measured
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
@@ -145,12 +146,22 @@ def _tools(environment: Environment) -> Check:
                 wrong.append(f"{place} has no type hint that becomes a JSON type")
             if not schema.get("description"):
                 wrong.append(f"{place} is not described under 'Args:'")
+    wrong += _raw(named)
     if wrong:
         return Check("tools", FAIL, "; ".join(wrong), {"problems": wrong})
     names = [tool["function"]["name"] for tool in tools]
     if not names:
         return Check("tools", WARN, "no public method, so the policy can only write text")
     return Check("tools", PASS, ", ".join(names), {"tools": names})
+
+
+def _raw(tools: Mapping[str, Tool]) -> Iterator[str]:
+    """What a tool would be handed as it was written, though its hint says otherwise."""
+    for name, tool in tools.items():
+        for parameter in tool.parameters:
+            if parameter.unread and parameter.schema.keys() - {"description"}:
+                classes = ", ".join(parameter.unread)
+                yield f"{name}({parameter.name}) gets plain JSON in place of {classes}, which cannot be read from JSON"
 
 
 async def _tasks(environment: Environment) -> Check:

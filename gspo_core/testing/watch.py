@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -212,9 +213,10 @@ def _as_environment(given: Examined, config: Mapping[str, JSON], agent: AgentSta
     return PlainEnvironment(given, config, name=getattr(given, "__qualname__", str(given)))
 
 
-def timeouts_of(environment: Environment, timeout_s: float) -> Timeouts:
-    names = ("reset_timeout_s", "step_timeout_s", "score_timeout_s", "close_timeout_s")
-    return Timeouts(**{name: float(cast(float, environment.limits.get(name, timeout_s))) for name in names})
+def timeouts_of(environment: Environment, timeout_s: float | None = None) -> Timeouts:
+    """The author's deadlines; those that he leaves open are ``timeout_s``, without it those of a job."""
+    usual = asdict(Timeouts() if timeout_s is None else Timeouts(timeout_s, timeout_s, timeout_s, timeout_s))
+    return Timeouts(**{name: float(cast(float, environment.limits.get(name, usual[name]))) for name in usual})
 
 
 def oracle_of(environment: Environment) -> Oracle | None:

@@ -28,6 +28,7 @@ from gspo_core.env import (
     ToolSchema,
 )
 from gspo_core.json_value import JSON
+from gspo_core.testing.watch import timeouts_of
 from gspo_core.types import Split
 from services.hosts.local import LocalHosts
 from services.hosts.server import HostOrder
@@ -157,7 +158,8 @@ class ServedEpisode:
         index = _number(data["index"]) if "index" in data else seed % num_tasks
         self.is_done, self.paid, self.score, self.num_steps = False, 0.0, None, 0
         self.episode_id = str(data.get("episode_id") or "")
-        self.session = self.environment.session(episode_id=self.episode_id)
+        limits = timeouts_of(self.environment)
+        self.session = self.environment.session(limits=limits, episode_id=self.episode_id)
         start = await self.session.start(await self.environment.task(split, index), seed)
         messages: list[Message] = [{**message} for message in start.messages]
         return _observed({"text": str(messages[-1]["content"]), "messages": messages}, None, False)

@@ -281,6 +281,16 @@ class HostedSession:
 
     # one request
 
+    @property
+    def _step_s(self) -> float:
+        """What one member of a turn may take until it is given up inside."""
+        return self._limits.step_timeout_s + _CANCEL_GRACE_S
+
+    @property
+    def _snapshot_s(self) -> float:
+        """What an answer may take longer because the state behind it is kept."""
+        return self._step_s if self._environment.has_snapshot else 0.0
+
     def _prepare(self, task: Mapping[str, JSON], seed: int) -> None:
         limits = self._limits
         phases = limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s
@@ -292,12 +302,14 @@ class HostedSession:
 
     async def _start(self) -> Start:
         await self.admit()
-        reply = await self._call("start", self._limits.reset_timeout_s * 2, self._begin)
+        budget_s = self._limits.reset_timeout_s * 2 + self._snapshot_s
+        reply = await self._call("start", budget_s, self._begin)
         self._snapshot = reply.snapshot
         return wire.start_from_json(reply.result)
 
     async def _act(self, turn: ParsedTurn) -> Observation:
-        budget_s = (self._limits.step_timeout_s + _CANCEL_GRACE_S) * max(1, len(turn.calls))
+        num_members = max(1, len(turn.calls)) + 1  # the last is `done`, which may be a property
+        budget_s = num_members * self._step_s + self._snapshot_s
         reply = await self._call("act", budget_s, {"turn": wire.turn_to_json(turn)})
         self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = wire.observation_from_json(reply.result)

@@ -9,9 +9,11 @@ import json
 import subprocess
 import sys
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NewType, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple, NewType, NotRequired, TypeVar
 
 import pydantic
 import pytest
@@ -27,8 +29,11 @@ from gspo_core.env import PlainEnvironment
 from gspo_core.env.hints import HintError, hint_of
 from gspo_core.env.tools import ArgumentError, Tool, result_content
 from gspo_core.environment_contract import InvalidEnvironment
+from gspo_core.testing.checks import _tools
 from gspo_core.testing.random_calls import random_actions
 from tests.core.env_kit import call, play
+
+T = TypeVar("T")
 
 
 class Size(enum.Enum):
@@ -438,6 +443,68 @@ def test_a_hint_that_pydantic_refuses_is_refused_by_name() -> None:
     look.__annotations__["where"] = Annotated[Opaque, Field(description="x")]
     with pytest.raises(InvalidEnvironment, match="'where' cannot be read from JSON"):
         Tool.of("look", look)
+
+
+class Opaque:
+    """Nobody here knows how to make one."""
+
+
+@dataclasses.dataclass
+class Trip:
+    name: str
+    lasts: datetime.timedelta
+
+
+@pytest.mark.parametrize(
+    ("hint", "unread"),
+    [
+        (list[Decimal], "Decimal"),
+        (dict[str, bytes], "bytes"),
+        (tuple[int, Opaque], "Opaque"),
+        (int | list[deque[int]], "deque"),
+        (Trip, "timedelta"),
+        (list[Trip | Opaque] | None, "timedelta, Opaque"),
+        (Annotated[list[Opaque], "some"], "Opaque"),
+    ],
+    ids=str,
+)
+def test_a_class_within_a_hint_that_is_not_understood_is_refused_by_name(hint: Any, unread: str) -> None:
+    assert f"take(given) gets plain JSON in place of {unread}, which" in tools_check_of(hint)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [*(list[Any], dict, list, dict[str, object], list[T], Tree, list[Pair], Address, Order, int | None)],
+    ids=str,
+)
+def test_a_hint_that_is_open_or_understood_is_not_refused(hint: Any) -> None:
+    assert "plain JSON" not in tools_check_of(hint)
+
+
+def test_a_tool_that_gets_plain_json_can_be_played_as_before() -> None:
+    def take(given: list[Decimal], own: Opaque) -> None: ...
+
+    tool = Tool.of("take", take)  # type: ignore[arg-type]
+    assert tool.bind({"given": [0.5], "own": {"a": 1}}) == {"given": [0.5], "own": {"a": 1}}
+
+
+def tools_check_of(hint: Any) -> str:
+    class Taking:
+        def reset(self) -> str:
+            return "go"
+
+        def take(self, given: Any) -> None:
+            """Take.
+
+            Args:
+                given: it
+            """
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    Taking.take.__annotations__["given"] = hint
+    return _tools(PlainEnvironment(Taking, {}, name="taking")).message
 
 
 def test_pydantic_is_not_loaded_for_those_who_do_not_use_it(tmp_path: Path) -> None:

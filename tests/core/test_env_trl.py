@@ -131,6 +131,57 @@ async def test_reward_functions_see_the_instance_the_columns_and_the_conversatio
     assert ROW == {"prompt": [{"role": "user", "content": "Guess."}], "word": "crane"}  # rows are never touched
 
 
+class Asking:
+    """Without tools: one answer is the episode."""
+
+    def reset(self, **_: Any) -> None: ...
+
+
+class Chatting(Asking):
+    def on_message(self, text: str) -> str | None:
+        return None if text == "bye" else "Go on."
+
+
+def handed(seen: list[Any]) -> Any:
+    def of_all(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        seen.extend((prompts, completions))
+        return [float(len(completions[0]))]
+
+    return of_all
+
+
+async def test_reward_functions_get_texts_where_the_prompt_is_a_text() -> None:
+    seen: list[Any] = []
+    rows = [{"prompt": "Say it."}, {"prompt": [{"role": "user", "content": "Say it."}]}]
+    environment = from_trl(Asking, dataset=rows, reward_funcs=handed(seen))
+    assert (await play(environment, "It is said.")).reward == len("It is said.")
+    assert (await play(environment, "It is said.", index=1)).reward == 1.0
+    assert seen[:2] == [["Say it."], ["It is said."]]
+    assert seen[2:] == [
+        [[{"role": "user", "content": "Say it."}]],
+        [[{"role": "assistant", "content": "It is said."}]],
+    ]
+
+
+async def test_the_text_of_a_prompt_holds_what_reset_adds_and_nothing_said_is_no_text() -> None:
+    class Adding(Asking):
+        def reset(self, **_: Any) -> str:  # type: ignore[override]
+            return " Now."
+
+    seen: list[Any] = []
+    assert (await play(from_trl(Adding, dataset=[{"prompt": "Say it."}], reward_funcs=handed(seen)))).reward == 0.0
+    assert seen == [["Say it. Now."], [""]]
+
+
+@pytest.mark.parametrize(("cls", "turns"), [(Guessing, ["a"]), (Chatting, ["a", "bye"])])
+async def test_where_a_world_answers_they_get_messages_whatever_the_prompt_is(cls: type, turns: list[str]) -> None:
+    seen: list[Any] = []
+    rows = [{"prompt": "Say it.", "word": "a"}]
+    await play(from_trl(cls, dataset=rows, reward_funcs=handed(seen)), *turns)
+    assert seen[0] == [[{"role": "user", "content": "Say it."}]]
+    assert [message["content"] for message in seen[1][0] if message["role"] == "assistant"] == turns
+
+
 async def test_a_row_chooses_among_several_classes_and_sees_only_their_tools() -> None:
     rows = [{"environment": "double", "x": 1}, {"environment": "guess", **ROW}, {"environment": "chess"}]
     environment = from_trl({"double": Doubling, "guess": Guessing}, dataset=rows, reward_funcs=lambda_free)

@@ -27,8 +27,7 @@ IN_SANDBOXES = "runs_in_sandboxes"
 
 def hosting_of(environment: Environment, job: Mapping[str, int | str]) -> HostLimits:
     """The author's bounds, overridden by the job's. Raises ``InvalidEnvironment``."""
-    home = getattr(environment, "home", None) or getattr(environment, "cls", None)
-    author = getattr(home, HOSTING, {})
+    author = getattr(_home(environment), HOSTING, {})
     try:
         return HostLimits(**{**author, **job})
     except (TypeError, ValueError) as error:
@@ -37,12 +36,16 @@ def hosting_of(environment: Environment, job: Mapping[str, int | str]) -> HostLi
 
 def require_sandboxes(environment: Environment) -> None:
     """Raises ``InvalidEnvironment``."""
-    home = getattr(environment, "home", None) or getattr(environment, "cls", None)
-    if not getattr(home, IN_SANDBOXES, False):
+    if not getattr(_home(environment), IN_SANDBOXES, False):
         raise InvalidEnvironment(
             f"{environment.name} may only run in the tiers process and wall: it does not say that whatever its policy "
             f"writes is run in sandboxes ({IN_SANDBOXES} = True)"
         )
+
+
+def _home(environment: Environment) -> object:
+    """What bears its author's attributes: a module, a class, or the environment that speaks for several."""
+    return getattr(environment, "home", None) or getattr(environment, "cls", None) or environment
 
 
 def describe(environment: Environment, limits: HostLimits) -> HostDescription:

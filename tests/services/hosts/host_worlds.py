@@ -251,6 +251,39 @@ class Keeper:
         return float(self.total)
 
 
+class Unhurried:
+    """Takes its time for each member, and none too long."""
+
+    taken_s = 0.0
+
+    def reset(self) -> str:
+        return "go"
+
+    def wait(self, seconds: float) -> str:
+        """Wait, and from now on with every member.
+
+        Args:
+            seconds: how long
+        """
+        self.taken_s = seconds
+        time.sleep(seconds)
+        return "waited"
+
+    @property
+    def done(self) -> bool:
+        time.sleep(self.taken_s)
+        return False
+
+    def snapshot(self) -> bytes:
+        time.sleep(self.taken_s)
+        return b"kept"
+
+    def restore(self, state: bytes) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 class Alone:
     """Sync and not replayable: a process for each session."""
 

@@ -264,6 +264,23 @@ async def test_a_deadline_that_a_coroutine_keeps_costs_its_neighbours_nothing(ho
     assert counts["host/hung"] == 0
 
 
+async def test_every_member_of_a_turn_has_its_own_time(counts: Counter[str]) -> None:
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    order = HostOrder(f"{WORLDS}:Unhurried", hang_grace_s=0.1)
+    environment = await HostedEnvironment.open(order, count)
+    try:
+        session = await begun(environment, limits=Timeouts(step_timeout_s=1.5))
+        observation = await session.act(call("wait", seconds=1.0))
+        assert (said(observation), observation.done) == ("waited", False)
+        assert await session.snapshot() is not None
+        await session.close()
+    finally:
+        await environment.close()
+    assert counts["host/hung"] == 0
+
+
 async def test_a_world_elsewhere_that_does_not_answer_ends_one_episode_only(host: Open, counts: Counter[str]) -> None:
     environment = await host("Far", max_processes=1)
     guilty, other = [await begun(environment) for _ in range(2)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import urllib.request
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +29,14 @@ CLIENT = "environments.adapters.openenv:OpenEnv"
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     """A server of the calculator with room for two."""
+    async with served(CALCULATOR) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def served(ref: str) -> AsyncIterator[str]:
     port = free_port()
-    environment = await HostedEnvironment.open(HostOrder(CALCULATOR))
+    environment = await HostedEnvironment.open(HostOrder(ref))
     ready = asyncio.Event()
     serving = asyncio.create_task(serve(environment, "127.0.0.1", port, 2, ready))
     await asyncio.wait_for(ready.wait(), 20)
@@ -81,6 +89,33 @@ async def test_mistakes_are_answered_and_the_connection_stays(url: str, frame: s
         await connection.send(frame)
         assert json.loads(await connection.recv())["data"]["code"] == code
         assert (await ask(connection, "reset", seed=0))["type"] == "observation"
+
+
+HANGING = '''
+import asyncio
+
+
+class Hanging:
+    limits = {"step_timeout_s": 1}
+
+    async def reset(self):
+        return "go"
+
+    async def hang(self) -> None:
+        """Hang."""
+        await asyncio.Event().wait()
+
+    async def get_reward(self):
+        return 1.0
+'''
+
+
+async def test_a_tool_has_the_time_that_its_author_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    async with served(f"{tmp_path}/hanging.py:Hanging") as url, connect(url) as connection:
+        await ask(connection, "reset")
+        step = await ask(connection, "step", type="call_tool", tool_name="hang", arguments={})
+        assert step["data"]["observation"]["result"]["data"] == "error: hang timed out after 1s"
 
 
 async def test_who_finds_no_room_is_told_how_much_there_is(url: str) -> None:
