@@ -11,6 +11,7 @@ from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.routers import v1_router
+from services.api.http.stored_specs import has_model_in
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
 from services.state.jobs import JobRecord
@@ -38,7 +39,8 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 
 @router.delete("", status_code=204, responses=documented(409))
 async def remove_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> None:
-    """Remove a checkpoint and its export. The one that an unfinished job would resume from stays."""
+    """Remove a checkpoint and its export. The one that an unfinished job would resume from stays, and so does one whose
+    export is the model of an unfinished job."""
     from services.files.checkpoints import CheckpointStore
 
     record = await context.store.jobs.get(job)
@@ -46,8 +48,17 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
     if not record.status.is_terminal and found.id == await asyncio.to_thread(_resumed_from, job_dir, record):
         raise RequestRefused(409, "checkpoint_in_use", "the job would resume from this checkpoint", headers=FINAL)
+    await _require_unused_export(context, job_dir, Position(epoch, step))
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
     await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
+
+
+async def _require_unused_export(context: ContextOf, job_dir: JobDir, at: Position) -> None:
+    """Raises RequestRefused where it is the model of a job that is not over."""
+    for other in await context.store.jobs.unfinished():
+        if await asyncio.to_thread(has_model_in, other, job_dir.export(at)):
+            message = f"job {other.id} has the export of this checkpoint as its model"
+            raise RequestRefused(409, "checkpoint_in_use", message, headers=FINAL)
 
 
 def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
