@@ -147,8 +147,12 @@ async def test_what_has_happened_and_the_numbers_are_printed(
 
 
 def test_an_address_needs_no_scheme(api: ApiProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jobs", "--url", api.url.removeprefix("http://")]) == 0
+    address = api.url.removeprefix("http://")
+    assert main(["jobs", "--url", address]) == 0
     assert "no jobs yet" in capsys.readouterr().out
+    main(["doctor", "--url", address])
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["api"]]
+    assert f"{api.url} is ready" in told or f"{api.url} answers" in told
 
 
 def test_a_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
