@@ -10,10 +10,15 @@ from gspo_core.cli.command import CommandError
 from gspo_core.client import ApiError, Client, ClientError, Unreachable
 
 
+def with_scheme(url: str) -> str:
+    """Many write HOST:PORT."""
+    return url if "://" in url else f"http://{url}"
+
+
 @contextmanager
 def connected(url: str) -> Iterator[Client]:
     """A client whose failures read as sentences; the key, if the server wants one, comes from $GSPO_API_KEY."""
-    url = url if "://" in url else f"http://{url}"  # many write HOST:PORT
+    url = with_scheme(url)
     try:
         with Client(url, api_key=os.environ.get("GSPO_API_KEY")) as client:
             yield client

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from gspo_core.cli import service
+from gspo_core.cli.connection import with_scheme
 from gspo_core.cli.finding import Finding, Verdict
 
 MIN_PYTHON = (3, 11)
@@ -32,7 +33,7 @@ def examine(url: str) -> Iterator[Finding]:
         yield _no_service()
     for check in checks or ():
         yield check()
-    yield _api(url)
+    yield _api(with_scheme(url))
 
 
 def _python() -> Finding:

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from gspo_core.api_answers import Job
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
-from gspo_core.client import Client
+from gspo_core.client import ApiError, Client
 
 HEADER = ("ID", "STATUS", "STEP", "REWARD", "TOOK", "BEGAN (UTC)", "ENVIRONMENT", "MODEL", "NAME")
 NUM_SHOWN = 20
@@ -39,10 +39,15 @@ def show(url: str, *, as_json: bool, number: int | None = NUM_SHOWN) -> int:
 
 
 def last_reward(client: Client, job: Job) -> float | None:
-    """The mean reward of its newest step."""
+    """The mean reward of its newest step; None if that has none, as where a fork has only been evaluated."""
     if not job["step"]:
         return None
-    rows = client.metrics(job["id"], job["step"] - 1, names="reward/mean")
+    try:
+        rows = client.metrics(job["id"], job["step"] - 1, names="reward/mean")
+    except ApiError as error:
+        if error.code != "unknown_metric":
+            raise
+        return None
     return next((row["reward/mean"] for row in reversed(rows) if "reward/mean" in row), None)
 
 

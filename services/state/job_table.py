@@ -222,7 +222,7 @@ class JobTable(JobClaims):
 
     async def remove(self, job: str, *, made_from: Callable[[JobRecord], str | None] = lambda _: None) -> None:
         """Everything of a job that is over, its record last: a removal that was cut off is finished by the next one.
-        ``made_from``: the job that a job needs, which stays.
+        ``made_from``: the job that a job needs, which stays; it may look at files.
 
         Raises JobNotFound, IllegalTransition (it is not over), JobInUse.
         """
@@ -248,7 +248,7 @@ class JobTable(JobClaims):
             known, removing = await self._redis.hmget(job_key(job, "job"), "ended_uses", "removing")
             if removing is None and record.status.is_terminal:
                 async for other in self._all():
-                    if made_from(other) == job:
+                    if await asyncio.to_thread(made_from, other) == job:
                         raise JobInUse(job, f"{other.id} was made from it")
             digest = "" if self._saved is None else await asyncio.to_thread(_key_digest, self._saved.of(job))
             try:

@@ -109,6 +109,10 @@ class KeptJobs:
         """Jobs that wait for a trainer, oldest first."""
         return [job for job in await self._get_many(await self._open()) if job.status is JobStatus.QUEUED]
 
+    async def unfinished(self) -> list[JobRecord]:
+        """Jobs that are not over, oldest first."""
+        return [job for job in await self._get_many(await self._open()) if not job.status.is_terminal]
+
     async def unowned(self) -> list[JobRecord]:
         """Jobs that are not over and that no trainer has, without their specifications."""
         jobs = await self._open()

@@ -14,6 +14,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -88,6 +89,13 @@ class Access:
         """Keys that are valid now."""
         return bool(self._digests or (self._ring and self._ring.valid()))
 
+    def admits(self, caller: Caller) -> bool:
+        """Whether one who came in may stay: the key was neither revoked nor has it expired."""
+        if caller.is_keyless:
+            return self.is_open
+        is_of_settings = caller.name in map(_name, self._digests)
+        return is_of_settings or (self._ring is not None and caller.name in self._ring.valid())
+
     def caller(self, key: str) -> Caller:
         """The caller with this key; raises RequestRefused 401."""
         digest = _digest(key)
@@ -95,7 +103,7 @@ class Access:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         record = self._ring.find(key) if self._ring else None
         if any(matches):
-            return Caller(digest.hex()[:12], "", frozenset({"admin"}))
+            return Caller(_name(digest), "", frozenset({"admin"}))
         if record is None:
             raise _unauthorized("invalid_key", "this key is not known")
         return Caller(record.id, record.owner, frozenset(record.scopes))
@@ -158,7 +166,8 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessMiddleware:
-    """Refuses a request before its route or body is read; puts the caller into the request's scope."""
+    """Refuses a request before its route or body is read; puts the caller into the request's scope,
+    and a way to ask whether it is still admitted."""
 
     def __init__(self, app: ASGIApp, access: Access, limit: SharedRateLimit, brakes: Brakes) -> None:
         self._app = app
@@ -180,6 +189,7 @@ class AccessMiddleware:
         _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
         caller = LOCAL if self._access.is_open else self._known(key_in(headers), scope)
         scope["caller"], scope["credential"] = caller, caller.name
+        scope["is_admitted"] = partial(self._access.admits, caller)
         needed = needed_scope(scope["method"], scope["path"])
         if not caller.may(needed):
             raise RequestRefused(403, "scope_required", f"this key does not have the scope {needed}")
@@ -241,6 +251,10 @@ def _parts(url: str) -> tuple[str, str]:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name(digest: bytes) -> str:
+    return digest.hex()[:12]
 
 
 def _unauthorized(code: str, message: str) -> RequestRefused:

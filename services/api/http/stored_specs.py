@@ -5,6 +5,8 @@ Rule: a specification that this release cannot read fails only the answers that 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
@@ -27,6 +29,15 @@ def readable_spec(job: JobRecord) -> JobSpec | None:
         return JobSpec.model_validate(job.spec_data)
     except ValidationError:
         return None
+
+
+def has_model_in(job: JobRecord, directory: Path) -> bool:
+    """Whether its model lies in ``directory``, wherever links lead. Reads directories: call it in a thread."""
+    try:
+        model = Path(str(job.spec_data.get("model"))).resolve()
+        return model.is_relative_to(directory.resolve())
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or no name of a file
+        return False
 
 
 def is_of_agents(job: JobRecord) -> bool:

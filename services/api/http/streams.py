@@ -1,14 +1,16 @@
 """Answers that stay open: so many at once in this process, and so many of one caller.
 
 Rule: one too many is refused before it begins, in the one shape of errors and with the time to come again; a seat is
-free again however its stream ends. It does not know what is streamed.
+free again however its stream ends. A stream ends with its caller's key, before the next piece of it. It does not know
+what is streamed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -46,11 +48,22 @@ class Streams:
                 del self._open[caller]
 
 
+Piece = TypeVar("Piece")
+
+
+async def _while_admitted(pieces: AsyncIterable[Piece], is_admitted: Callable[[], bool]) -> AsyncIterator[Piece]:
+    async for piece in pieces:
+        if not is_admitted():
+            return
+        yield piece
+
+
 class BoundedStream(StreamingResponse):
     """A stream that takes one of its caller's seats while it lasts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: Streams = scope["app"].state.context.streams
         caller = scope["caller"]
+        self.body_iterator = _while_admitted(self.body_iterator, scope["is_admitted"])
         with streams.seat(caller.name, is_alone=caller.is_keyless):
             await super().__call__(scope, receive, send)

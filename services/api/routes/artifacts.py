@@ -102,7 +102,7 @@ async def _cursor(context: ApiContext, job: str, after: str | None) -> int | Non
 async def list_checkpoints(
     id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf
 ) -> Page[CheckpointView]:
-    """Kept checkpoints, the newest first."""
+    """Kept checkpoints, the newest first; those that the job left when it went back come last."""
     job = await context.store.jobs.get(id)
     return await asyncio.to_thread(_checkpoints, context.history.job_dir(job.id), query)
 

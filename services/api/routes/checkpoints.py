@@ -11,8 +11,10 @@ from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.routers import v1_router
+from services.api.http.stored_specs import has_model_in
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
+from services.state.jobs import JobRecord
 
 router = v1_router("artifacts", "/checkpoints/{job}/{epoch}/{step}")
 
@@ -37,17 +39,35 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 
 @router.delete("", status_code=204, responses=documented(409))
 async def remove_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> None:
-    """Remove a checkpoint and its export. The newest one of an unfinished job stays: the job would resume from it."""
+    """Remove a checkpoint and its export. The one that an unfinished job would resume from stays, and so does one whose
+    export is the model of an unfinished job."""
+    from services.files.checkpoints import CheckpointStore
+
     record = await context.store.jobs.get(job)
     job_dir = context.history.job_dir(job)
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
-    newest = (await asyncio.to_thread(places_of, job_dir))[:1]
-    if not record.status.is_terminal and found.id in [one.id for one in newest]:
+    if not record.status.is_terminal and found.id == await asyncio.to_thread(_resumed_from, job_dir, record):
         raise RequestRefused(409, "checkpoint_in_use", "the job would resume from this checkpoint", headers=FINAL)
+    await _require_unused_export(context, job_dir, Position(epoch, step))
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
+    await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
+
+
+async def _require_unused_export(context: ContextOf, job_dir: JobDir, at: Position) -> None:
+    """Raises RequestRefused where it is the model of a job that is not over."""
+    for other in await context.store.jobs.unfinished():
+        if await asyncio.to_thread(has_model_in, other, job_dir.export(at)):
+            message = f"job {other.id} has the export of this checkpoint as its model"
+            raise RequestRefused(409, "checkpoint_in_use", message, headers=FINAL)
+
+
+def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
+    """The id of the newest checkpoint of its history; None: it has none."""
     from services.files.checkpoints import CheckpointStore
 
-    await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
+    if job.went_back is not None:  # whoever asked for that may have died, and no trainer has looked since
+        CheckpointStore(job_dir).go_back(*job.went_back)
+    return next((one.id for one in places_of(job_dir)), None)
 
 
 def _detail(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDetail:

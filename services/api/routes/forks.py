@@ -220,6 +220,7 @@ async def retrain(
         plan = RetrainPlanView(job=id, first=at.first, last=at.last, steps=num_steps, rewards=len(wanted.rewards))
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
+    spec = recording.as_asked(spec, wanted.first, wanted.last, has_steps="steps" in wanted.set)
 
     async def bring(spec: JobSpec, job_id: str) -> None:
         if at.traces:

@@ -17,7 +17,7 @@ from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.routers import v1_router
-from services.api.http.stored_specs import readable_spec, spec_of
+from services.api.http.stored_specs import has_model_in, readable_spec, spec_of
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlannedJobView, PlanView, job_view, page
@@ -197,12 +197,17 @@ async def resume(id: str, query: Annotated[ResumeQuery, Query()], context: Conte
 @router.delete("/{id}", status_code=204, responses=documented(409))
 async def remove(id: str, context: ContextOf) -> None:
     """Remove a job that is over, with all that it has made: checkpoints, weights, episodes, metrics. A job that another
-    one was forked from, or is trained on the episodes of, stays until that one is removed."""
+    one was forked from, is trained on the episodes of, or has its model from, stays until that one is removed."""
     job = await context.store.jobs.get(id)
     if not job.status.is_terminal:
         raise RequestRefused(409, "job_not_over", f"the job is {job.status}: cancel it first", headers=FINAL)
+    directory = context.history.job_dir(job.id).path
+
+    def made_from(other: JobRecord) -> str | None:
+        return job.id if has_model_in(other, directory) else parent_of(other)
+
     try:
-        await context.store.jobs.remove(job.id, made_from=parent_of)
+        await context.store.jobs.remove(job.id, made_from=made_from)
     except JobInUse as error:
         if error.passes:
             raise RequestRefused(409, "in_progress", str(error)) from error

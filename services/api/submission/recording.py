@@ -113,7 +113,8 @@ async def steps_of(context: ApiContext, at: RecordedSpec) -> tuple[int, ...]:
 
 
 async def completed(context: ApiContext, spec: JobSpec, caller: Caller, held: JobRecord | None) -> JobSpec:
-    """A submitted job with the steps that its recording makes; those of ``held``, if it was made before.
+    """A submitted job with the steps that its recording makes; what it leaves out is as in ``held``, if it was made
+    before.
 
     Raises RequestRefused, JobNotFound.
     """
@@ -121,14 +122,31 @@ async def completed(context: ApiContext, spec: JobSpec, caller: Caller, held: Jo
     if at is None or at.traces:
         return spec
     if held is not None:
-        theirs = spec_of(held)
-        return spec if theirs.recorded is None else _with(spec, theirs.recorded, theirs.steps)
+        return _filled_in_as(spec, at, spec_of(held))
     await source_of(context, at, caller)
     steps = await steps_of(context, at)
     if "steps" in spec.model_fields_set and spec.steps > len(steps):
         raise _too_many(spec.steps, len(steps))
     num_steps = spec.steps if "steps" in spec.model_fields_set else len(steps)
     return _with(spec, at.model_copy(update={"first": steps[0], "last": steps[-1]}), num_steps)
+
+
+def _filled_in_as(spec: JobSpec, at: RecordedSpec, theirs: JobSpec) -> JobSpec:
+    """What was said stays, so that another request under the same key is told from a repetition."""
+    if theirs.recorded is None:
+        return spec
+    first, last = at.first or theirs.recorded.first, at.last or theirs.recorded.last
+    num_steps = spec.steps if "steps" in spec.model_fields_set else theirs.steps
+    return _with(spec, at.model_copy(update={"first": first, "last": last}), num_steps)
+
+
+def as_asked(spec: JobSpec, first: int | None, last: int | None, *, has_steps: bool) -> JobSpec:
+    """Without what was filled in for whoever asked: a repetition may come when the other job has gone further."""
+    if spec.recorded is None or spec.recorded.traces:
+        return spec
+    at = spec.recorded.model_copy(update={"first": first, "last": last})
+    said = spec.model_fields_set if has_steps else spec.model_fields_set - {"steps"}
+    return JobSpec.model_construct(set(said), **dict(spec) | {"recorded": at})
 
 
 def _require_own_rewards(at: RecordedSpec, rewards: Rewards) -> None:

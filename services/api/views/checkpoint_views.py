@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -57,10 +57,24 @@ class CheckpointPlace:
 
 
 def places_of(job: JobDir) -> list[CheckpointPlace]:
-    """The newest first, by their names alone."""
+    """The newest first, by their names alone; behind them those that the job has left when it went back."""
     from services.files.checkpoints import CheckpointStore  # the pages of most jobs are read without
 
-    return [CheckpointPlace(_id(job.id, at), at) for at in reversed(CheckpointStore(job).positions())]
+    kept = CheckpointStore(job).positions()
+    resumable = _of_the_history(job, kept)
+    newest_first = sorted(kept, key=lambda at: (at in resumable, at), reverse=True)
+    return [CheckpointPlace(_id(job.id, at), at) for at in newest_first]
+
+
+def _of_the_history(job: JobDir, kept: Collection[Position]) -> Collection[Position]:
+    """Those that a trainer would go on from; all, where the records of where it went back to are lost."""
+    from gspo_core.replay.past import Past, PastError
+    from gspo_core.staleness import UnknownVersion
+
+    try:
+        return frozenset(Past(job.path).checkpoints)
+    except (PastError, UnknownVersion):
+        return kept
 
 
 def described_of(job: JobDir, places: Iterable[CheckpointPlace]) -> list[CheckpointView]:

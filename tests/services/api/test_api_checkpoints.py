@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from gspo_core.position import Position
+from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir, step_name
-from services.state.jobs import DesiredState
+from services.state.jobs import DesiredState, WentBack
 from services.state.store import Store
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 
@@ -70,6 +71,37 @@ async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
     for method, path in (("GET", ""), ("POST", "/export"), ("DELETE", "")):
         gone = await http.request(method, f"/v1/checkpoints/{job}/1/20{path}")
         assert (gone.status_code, error_of(gone)["code"]) == (404, "checkpoint_not_found")
+
+
+@pytest.mark.parametrize("is_written_down", [True, False])
+async def test_of_a_job_that_went_back_the_checkpoint_stays_that_it_resumes_from(
+    http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path, is_written_down: bool
+):
+    """Who asked for it may have died before it was written down."""
+    old, void = (write(tmp_path / "jobs", job, step) for step in (10, 20))
+    await store.jobs.set_desired_state(job, DesiredState.CANCELLED)
+    back = WentBack(2, Position(1, 10))
+    await store.jobs.reopen(await store.jobs.get(job), epoch=1, settings={}, went_back=back)
+    if is_written_down:
+        CheckpointStore(JobDir(tmp_path / "jobs" / job)).go_back(*back)
+        for path in (f"/v1/jobs/{job}/checkpoints", f"/v1/fine_tuning/jobs/{job}/checkpoints"):
+            listed = (await http.get(path)).json()["data"]
+            assert [one["id"] for one in listed] == [f"{job}/1/10", f"{job}/1/20"]
+    held = await http.delete(f"/v1/checkpoints/{job}/1/10")
+    assert (held.status_code, error_of(held)["code"]) == (409, "checkpoint_in_use")
+    assert (await http.delete(f"/v1/checkpoints/{job}/1/20")).status_code == 204
+    assert (old.exists(), void.exists()) == (True, False)
+
+
+async def test_where_no_record_says_what_was_left_the_newest_name_stays(
+    http: httpx.AsyncClient, job: str, tmp_path: Path
+):
+    old, new = (write(tmp_path / "jobs", job, step) for step in (10, 20))
+    new.rename(new.with_name(step_name(Position(2, 20))))
+    held = await http.delete(f"/v1/checkpoints/{job}/2/20")
+    assert (held.status_code, error_of(held)["code"]) == (409, "checkpoint_in_use")
+    assert (await http.delete(f"/v1/checkpoints/{job}/1/10")).status_code == 204
+    assert not old.exists()
 
 
 async def test_an_export_that_fails_says_why(http: httpx.AsyncClient, job: str, tmp_path: Path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from services.api.http.access import LOCAL, Access
 from services.api.http.audit import Audit
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.api.http.limits import RateLimit
@@ -19,6 +22,7 @@ from services.files.audit_log import AuditLog
 from services.files.data_dir import KeysDir
 from services.state.queue import Bus
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.api.recorded_job import RecordedJob, record_job, write_model
 
@@ -192,6 +196,37 @@ async def test_a_revoked_key_and_one_that_has_expired_open_nothing(app: FastAPI,
     assert timed.find(key) is not None
     clock[0] = 1061.0
     assert timed.find(key) is None
+
+
+@pytest.mark.parametrize("ends", ["revoked", "expired"])
+async def test_a_stream_ends_with_its_key_and_no_other_does(
+    app: FastAPI, ring: KeyRing, store: Store, monkeypatch: pytest.MonkeyPatch, ends: str
+):
+    made = await make(app, owner="alice", days="1")
+    job = (await ask(app, "POST", "/v1/jobs", made["key"], json=SPEC)).json()["id"]
+    stream = {"headers": {"Accept": "text/event-stream"}}
+    async with asyncio.timeout(HANG_S):
+        cut, whole = [
+            asyncio.create_task(ask(app, "GET", f"/v1/jobs/{job}/events?after=0", key, **stream))
+            for key in (made["key"], ADMIN)
+        ]
+        while app.state.context.streams._open.total() < 2:
+            await asyncio.sleep(0.01)
+        if ends == "revoked":
+            await ask(app, "DELETE", f"/v1/keys/{made['id']}", ADMIN)
+        else:
+            monkeypatch.setattr(ring, "_now", lambda: time.time() + 100_000)
+        await store.events.add(job, "log", {"message": "said later"})
+        assert "said later" not in (await cut).text
+        await store.jobs.set_desired_state(job, "cancelled")
+        assert "said later" in (await whole).text
+
+
+def test_the_first_key_ends_what_callers_without_one_have_open(ring: KeyRing):
+    access = Access((), ring)
+    assert access.admits(LOCAL)
+    ring.issue("alice", ["admin"])
+    assert not access.admits(LOCAL)
 
 
 async def test_another_process_sees_a_new_key_and_its_revocation(ring: KeyRing, tmp_path: Path):

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.position import Position
 from services.api.routes.jobs import parent_of
-from services.files.job_dir import JobsDir
+from services.files.job_dir import JobDir, JobsDir, step_name
 from services.state.functions import Functions
 from services.state.jobs import IllegalTransition, JobInUse, JobNotFound, JobRecord
 from services.state.store import Store
@@ -55,6 +56,27 @@ async def test_a_job_that_another_was_made_from_stays(http: httpx.AsyncClient, s
     refused = await http.delete(f"/v1/jobs/{job}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "job_in_use")
     assert child.id in refused.json()["error"]["message"]
+
+
+async def test_what_another_job_has_its_model_from_stays(store: Store, tmp_path: Path) -> None:
+    """Also where a link leads to it. The files of a job that is over may go; the job that made them may not."""
+    async with application(store, jobs_dir=tmp_path / "jobs") as app, http_to(app) as http:
+        maker, at = await submitted(http), Position(1, 10)
+        await store.jobs.set_desired_state(maker, "cancelled")
+        made = JobDir(tmp_path / "jobs" / maker)
+        (made.checkpoints / step_name(at)).mkdir(parents=True)
+        made.export(at).mkdir(parents=True)
+        (tmp_path / "link").symlink_to(made.export(at))
+        child = (await store.jobs.create(json.dumps(SPEC | {"model": str(tmp_path / "link")}))).id
+        for path, code in ((f"checkpoints/{maker}/1/10", "checkpoint_in_use"), (f"jobs/{maker}", "job_in_use")):
+            refused = await http.delete(f"/v1/{path}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, code)
+            assert child in refused.json()["error"]["message"]
+        await store.jobs.set_desired_state(child, "cancelled")
+        assert (await http.delete(f"/v1/jobs/{maker}")).status_code == 409
+        assert (await http.delete(f"/v1/checkpoints/{maker}/1/10")).status_code == 204
+        assert (await http.delete(f"/v1/jobs/{child}")).status_code == 204
+        assert (await http.delete(f"/v1/jobs/{maker}")).status_code == 204
 
 
 @pytest.mark.every_server

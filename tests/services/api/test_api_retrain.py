@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -108,6 +109,45 @@ async def test_a_repeated_request_makes_one_job(http: httpx.AsyncClient, job: st
     headers = {"Idempotency-Key": "retrain-1"}
     answers = [await http.post(f"/v1/jobs/{job}/retrain", json={}, headers=headers) for _ in range(3)]
     assert len({one.json()["id"] for one in answers}) == 1
+
+
+async def test_a_repetition_is_known_when_the_other_job_has_gone_further(
+    http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path
+) -> None:
+    """Beyond the time that answers are kept for: then the job itself is compared."""
+    headers = {"Idempotency-Key": "k"}
+    newest = JobDir(tmp_path / "jobs" / job).batch(Past(tmp_path / "jobs" / job).batches[6])
+    later = newest.rename(tmp_path / "later")
+    first = await http.post(f"/v1/jobs/{job}/retrain", json={}, headers=headers)
+    later.rename(newest)
+    redis = store._functions.redis
+    await redis.delete(*[key async for key in redis.scan_iter("*replies*")])
+    again = await http.post(f"/v1/jobs/{job}/retrain", json={}, headers=headers)
+    assert (again.status_code, again.headers.get("Idempotent-Replayed")) == (201, "true"), again.text
+    assert first.json()["steps"] == again.json()["steps"] == 5
+    assert first.json()["id"] == again.json()["id"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"recorded": {"first": 3}}, {"recorded": {"last": 5}}, {"recorded": None}, {"steps": 2}]
+)
+async def test_another_request_under_the_same_key_is_refused(
+    http: httpx.AsyncClient, store: Store, job: str, made: MadePast, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    headers, at = {"Idempotency-Key": "k"}, {"job": job, "first": 2}
+    spec = made.spec.model_dump(mode="json") | {"recorded": at, "steps": 3}
+    first = await http.post("/v1/jobs", json=spec, headers=headers)
+    assert first.status_code == 201, first.text
+    if other.get("recorded", {}) is None:  # the same steps of another job
+        copy = (await store.jobs.create(made.spec)).id
+        shutil.copytree(made.folder, tmp_path / "jobs" / copy, dirs_exist_ok=True)
+        other = {"recorded": {"job": copy}}
+    changed = spec | other | {"recorded": at | other.get("recorded", {})}
+    refused = await http.post("/v1/jobs", json=changed, headers=headers)
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "idempotency_conflict")
+    again = await http.post("/v1/jobs", json=spec, headers=headers)
+    assert (again.status_code, again.headers["Idempotent-Replayed"]) == (201, "true")
+    assert again.json()["id"] == first.json()["id"]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,35 @@ async def test_the_table_has_what_one_compares(
     assert line.endswith("first")
 
 
+async def test_a_fork_that_was_only_evaluated_has_no_reward_yet(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, job = submit("other"), submit("fork")
+    for one, step, name in ((other, 1, "reward/mean"), (job, 40, "eval/reward/mean")):
+        claim = await store.jobs.claim("trainer")
+        assert claim is not None
+        assert claim.job_id == one
+        await store.metrics.add(one, step, {name: 0.5}, token=claim.token)
+        await store.jobs.update_progress(one, claim.token, step, step)
+    rows = [line.split() for line in run(api, capsys, "jobs").splitlines()]
+    assert {row[0]: row[2:4] for row in rows if row[0] in (other, job)} == {
+        other: ["1/200", "0.500"],
+        job: ["40/200", "-"],
+    }
+    assert "has no step that says where its time went" in run(api, capsys, "profile", job)
+
+
+async def test_a_job_without_episodes_of_its_own_has_a_profile(
+    api: ApiProcess, store: Store, submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submit("retrained")
+    claim = await store.jobs.claim("trainer")
+    assert claim is not None
+    await store.metrics.add(job, 1, {"reward/mean": 0.5, "time/train_s": 2.0}, token=claim.token)
+    await store.jobs.update_progress(job, claim.token, 1, 1)
+    assert "a step takes the trainer 2.00 s" in run(api, capsys, "profile", job)
+
+
 def test_times_are_short() -> None:
     assert [duration(one) for one in (5, 65, 3_660, 90_000)] == ["5s", "1m05s", "1h01m", "1d01h"]
 
@@ -118,8 +147,12 @@ async def test_what_has_happened_and_the_numbers_are_printed(
 
 
 def test_an_address_needs_no_scheme(api: ApiProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jobs", "--url", api.url.removeprefix("http://")]) == 0
+    address = api.url.removeprefix("http://")
+    assert main(["jobs", "--url", address]) == 0
     assert "no jobs yet" in capsys.readouterr().out
+    main(["doctor", "--url", address])
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["api"]]
+    assert f"{api.url} is ready" in told or f"{api.url} answers" in told
 
 
 def test_a_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
