@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from gspo_core.cli.command import CommandError
+from gspo_core.cli.connection import with_scheme
 from gspo_core.cli.env import CallersPath, json_object
 from gspo_core.cli.service import local_policies
 from gspo_core.cli.terminal import say
@@ -216,7 +217,7 @@ class _Evaluation:
             chat=chat,
             device=given.device,
             seed=given.seed,
-            api_url=given.url,
+            api_url=with_scheme(given.url),
         )
         return await stack.enter_async_context(local_policies().open_policy(order))
 

@@ -234,3 +234,10 @@ def test_where_every_episode_failed_the_status_says_so(
     for line in ("--json", "--out failed", f"--against {url}#other"):
         assert main(["eval", f"{url}#m", "--env", "shop.py:Shop", *line.split()]) == 1
         assert "missing" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("shop")
+def test_the_service_may_be_named_without_a_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "job_01m2x4j8w0e9qk3v5t7y1r6n2b"
+    assert main(["eval", job, "--env", "shop.py:Shop", "--url", "127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1 cannot be asked" in capsys.readouterr().err
