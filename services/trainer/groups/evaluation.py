@@ -14,6 +14,7 @@ from services.process.telemetry import get_logger
 from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
+from services.trainer.groups.admission import reserved_bytes
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
 
@@ -32,6 +33,7 @@ class Evaluator:
         report: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
         self._claim = claim
+        self._spec = spec
         self._settings = spec.evaluation
         self._bus = bus
         self._store = store
@@ -77,6 +79,7 @@ class Evaluator:
                 split=Split.EVAL,
                 task_index=task.index,
                 environment=task.environment,
+                bytes_per_episode=reserved_bytes(self._spec, task.environment),
                 reads=NEWEST_SCHEMA,
             )
         return groups

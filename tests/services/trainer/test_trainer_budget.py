@@ -18,6 +18,8 @@ from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
+from services.trainer.groups.evaluation import Evaluator
+from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun
@@ -119,6 +121,18 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         await admitting
     [alert] = [event.data for event in await store.events.read(job) if event.type == "alert"]
     assert alert["kind"] == "redis_full"
+
+
+async def test_held_out_episodes_have_their_room_reserved_too(bus: Bus, store: Store, claim: Claim) -> None:
+    """So training groups wait for them, but for one step's worth."""
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"evaluation": {"tasks": 2, "every": 1}})
+    evaluator = Evaluator(claim, spec, bus, store, Intake(bus, claim.job_id), [2], cast(Any, None))
+    assert await evaluator.start(1, 2)
+    evaluator.cancel()
+    assert (await bus.usage(claim.job_id)).charged_bytes == 2 * EPISODE_BYTES
+    run = run_of(bus, claim, 8 * EPISODE_BYTES)
+    await run._admission.admit()
+    assert run._lineage.num_dispatched == 3
 
 
 async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:
