@@ -438,8 +438,9 @@ class JobRun:
         is_evaluated = spec.evaluation is not None and step % spec.evaluation.every == 0 and step < spec.steps
         if is_evaluated:
             await self._publishing.finish()
+            is_evaluated = await evaluator.start(step, self._context.newest.version)
+        if is_evaluated:  # its result comes after this: nobody was waited for since
             self._guard.expect(step)
-            await evaluator.start(step, self._context.newest.version)
         if spec.has_checkpoint(step) or (is_evaluated and self._guard.keeps_evaluated):
             await self._checkpoint(learner)
 

@@ -121,17 +121,22 @@ class Admission:
                 return
 
     async def _dispatch(self, group: int, budget_bytes: int | None = None) -> None:
-        spec, task = self._context.spec, self.schedule.task(group)
-        await self._context.services.bus.dispatch(
-            self._context.job,
-            self._context.token,
-            group,
-            size=spec.rollout.group_size,
-            split=Split.TRAIN,
-            task_index=task.index,
-            environment=task.environment,
-            bytes_per_episode=reserved_bytes(spec, task.environment),
-            budget_bytes=budget_bytes,
-            reads=NEWEST_SCHEMA,
-        )
+        spec, task, bus = self._context.spec, self.schedule.task(group), self._context.services.bus
+        try:
+            await bus.dispatch(
+                self._context.job,
+                self._context.token,
+                group,
+                size=spec.rollout.group_size,
+                split=Split.TRAIN,
+                task_index=task.index,
+                environment=task.environment,
+                bytes_per_episode=reserved_bytes(spec, task.environment),
+                budget_bytes=budget_bytes,
+                reads=NEWEST_SCHEMA,
+            )
+        except OutOfMemory:
+            # A full server looks at no arguments. A group that is there already needs no room, and frees some.
+            if group not in await bus.open_groups(self._context.job):
+                raise
         self.dispatched_steps[group] = self._lineage.step
