@@ -274,7 +274,9 @@ class JobRun:
         while not await self._is_over(learner):
             if not await self._hold() and await self._step(learner):
                 await self._after_step(learner, evaluator)
-            await self._guard.act()
+            if self._guard.has_seen_a_fall:
+                await self._publishing.finish()  # it starts groups, and says how far the job is
+                await self._guard.act()
 
     async def _hold(self) -> bool:
         """Wait while the user keeps the job paused; return False if it was not paused."""
