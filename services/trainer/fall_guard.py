@@ -121,7 +121,7 @@ class FallGuard:
         await self._drop_what_is_under_way()
         # An epoch that no trainer ever has: raised first, so that whoever claims the job next does not begin it too.
         jobs, claim = self._context.services.store.jobs, self._context.claim
-        epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1)
+        epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1, goes_back=True)
         await asyncio.to_thread(self._context.services.checkpoints.go_back, epoch, place)
         said += f", and the job goes on from step {place.step}"
         await self._context.alert("fall_answered", said, back_to=place.step)
