@@ -89,7 +89,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
 def restore_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `training_tensors`; the tensors must fit."""
+    """The inverse of `training_tensors`, on whatever device these were saved; the tensors must fit."""
     optimizer.state.clear()
     for name, parameter in _trained(model):
         local(parameter).copy_(tensors[f"parameter/{name}"])
@@ -98,7 +98,7 @@ def restore_tensors(
         if moments:
             optimizer.state[parameter] = loaded_state(optimizer, parameter, moments)
     torch.set_rng_state(tensors["random/cpu"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "random/cuda" in tensors:  # a CPU saves none: then the GPU keeps its own
         torch.cuda.set_rng_state(tensors["random/cuda"], device)
 
 

@@ -8,11 +8,13 @@ the logs and asked for the token's log-prob. Three exact parts follow, none of t
 - *staleness*: the policy when the batch entered the trainer against the policy of that version;
 - *update*: the policy when the token was trained against that, from the step's own updates.
 
-Tokens of a version that the job's history has left cannot be rebuilt; they are counted and left out.
+Tokens of a version that the job's history has left, or of another job whose batches it was fed, cannot be rebuilt; they
+are counted and left out.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +61,7 @@ class StepSplit:
     age: NDArray[np.int32]
     """In steps."""
     num_left_out: int
-    """Tokens of versions that cannot be rebuilt."""
+    """Tokens of versions that cannot be rebuilt here."""
 
     def by_age(self) -> dict[int, RatioParts]:
         return {int(age): self.parts.at(self.age == age) for age in np.unique(self.age)}
@@ -79,7 +81,12 @@ def k3(log_ratio: Floats) -> float:
 def split_step(past: Past, step: int, say: Say = say_nothing) -> StepSplit:
     """Train ``step`` again on a way that passes every version that sampled for it. Raises NotKept, DamagedPast."""
     batch, steps_of = past.whole_batch(step), _steps_of(past)
-    needed = {steps_of[version] for one in batch.trajectories for version in one.versions if version in steps_of}
+    needed = {
+        known[version]
+        for one in batch.trajectories
+        for known in [steps_of.get(one.key.job, {})]
+        for version in one.versions & known.keys()
+    }
     arrived = arrive(past, min(needed, default=step - 1), say)
     learner, scored = arrived.learner, dict[int, Logprobs]()
     for number in range(arrived.step, step):
@@ -97,29 +104,34 @@ def split_step(past: Past, step: int, say: Say = say_nothing) -> StepSplit:
     return _split(step, train, steps_of, scored, learner.trained_logprobs)
 
 
-def _steps_of(past: Past) -> dict[int, int]:
-    """After how many steps each version of the history was published."""
+StepsOf = Mapping[str, Mapping[int, int]]
+"""Of each job: after how many steps each version of the history was published. Numbers of versions are a job's own."""
+
+
+def _steps_of(past: Past) -> StepsOf:
     newest, forks = past.newest_epoch, past.forks
-    return {
-        one.version: one.step for one in past.versions() if in_history(Position(one.epoch, one.step), newest, forks)
-    }
+    found = defaultdict[str, dict[int, int]](dict)
+    for one in past.versions():
+        if in_history(Position(one.epoch, one.step), newest, forks):
+            found[one.job][one.version] = one.step
+    return found
 
 
 def _split(
-    step: int, train: TrainBatch, steps_of: Mapping[int, int], scored: Mapping[int, Logprobs], policy: Logprobs
+    step: int, train: TrainBatch, steps_of: StepsOf, scored: Mapping[int, Logprobs], policy: Logprobs
 ) -> StepSplit:
     columns: list[tuple[Floats, ...]] = []
     versions, ages = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
     num_left_out = 0
-    branches = [branch for one in train.episodes for branch in one.branches]
-    for index, (sequence, branch) in enumerate(zip(train.sequences, branches, strict=True)):
-        mask, found = sequence.action_mask, branch.versions[sequence.action_mask]
-        is_known = np.isin(found, list(steps_of)) & np.isfinite(policy[index])  # nothing trained is not a number
-        num_left_out += int((~np.isin(found, list(steps_of))).sum())
+    branches = [(one.key.job, branch) for one in train.episodes for branch in one.branches]
+    for index, (sequence, (job, branch)) in enumerate(zip(train.sequences, branches, strict=True)):
+        mask, found, known = sequence.action_mask, branch.versions[sequence.action_mask], steps_of.get(job, {})
+        is_known = np.isin(found, list(known)) & np.isfinite(policy[index])  # nothing trained is not a number
+        num_left_out += int((~np.isin(found, list(known))).sum())
         under = np.zeros(len(found))
         for version in np.unique(found[is_known]):
             places = found == version
-            under[places] = scored[steps_of[int(version)]][index][mask][places]
+            under[places] = scored[known[int(version)]][index][mask][places]
         row = (sequence.behavior_logprobs[mask], under, scored[step - 1][index][mask], policy[index])
         columns.append(tuple(np.asarray(one, np.float64)[is_known] for one in row))
         versions.append(found[is_known])
@@ -138,7 +150,7 @@ def as_text(split: StepSplit) -> Iterator[str]:
         cells = "".join(f"{mean:>+14.6f}{distance:>10.2g}" for mean, distance in _means(parts).values())
         yield f"{age:>5}{len(parts.update):>8}{cells}"
     if split.num_left_out:
-        yield f"{split.num_left_out} tokens are by versions that the history has left, and are not in it"
+        yield f"{split.num_left_out} tokens are by versions of another job, or that the history has left, and not in it"
 
 
 def as_record(split: StepSplit) -> dict[str, JSON]:

@@ -1,7 +1,7 @@
 """The tables of a job's past as Parquet files, for pandas, Polars, DuckDB and everything else that reads Arrow.
 
-The rule: columns and types are those of the rows in ``tables``, one row group for each step, and a file is there whole
-or not at all. The package `pyarrow` (extra `parquet`) is needed here and nowhere else.
+The rule: columns and types are those of the rows in ``tables``, one row group for each step, and the files are all
+there, whole, or none of them is. The package `pyarrow` (extra `parquet`) is needed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,55 +44,47 @@ TOKENS = pa.schema(
 
 
 def write_tables(past: Past, steps: Sequence[int], folder: Path, *, tokens: bool) -> dict[str, int]:
-    """The number of rows of each file written. Raises PastError, FileExistsError."""
+    """The number of rows of each file written. Raises PastError, FileExistsError, and then has written none."""
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {"metrics": _write_metrics(past, folder)}
-    with (
-        _file(folder, "steps", _schema(StepRow)) as write_step,
-        _file(folder, "episodes", _schema(EpisodeRow)) as write_episodes,
-        _file(folder, "tokens", TOKENS if tokens else None) as write_tokens,
-    ):
-        counts |= {"steps": 0, "episodes": 0, **({"tokens": 0} if tokens else {})}
+    schemas = {"metrics": _schema(MetricRow), "steps": _schema(StepRow), "episodes": _schema(EpisodeRow)}
+    schemas |= {"tokens": TOKENS} if tokens else {}
+    counts = dict.fromkeys(schemas, 0)
+    with _files(folder, schemas) as writers:
+
+        def write(name: str, table: pa.Table) -> None:
+            writers[name].write_table(table)
+            counts[name] += table.num_rows
+
+        rows = tables.metric_rows(past)
+        while part := list(islice(rows, ROWS_AT_ONCE)):
+            write("metrics", _table(MetricRow, part))
         for step in steps:
             batch = past.batch(step)
-            counts["steps"] += write_step(_table(StepRow, [tables.step_row(batch)]))
-            counts["episodes"] += write_episodes(_table(EpisodeRow, list(tables.episode_rows(past, batch))))
+            write("steps", _table(StepRow, [tables.step_row(batch)]))
+            write("episodes", _table(EpisodeRow, list(tables.episode_rows(past, batch))))
             if tokens:
-                counts["tokens"] += write_tokens(_token_table(list(tables.token_columns(past, batch))))
+                write("tokens", _token_table(list(tables.token_columns(past, batch))))
     return counts
 
 
-def _write_metrics(past: Past, folder: Path) -> int:
-    rows, count = tables.metric_rows(past), 0
-    with _file(folder, "metrics", _schema(MetricRow)) as write:
-        while part := list(islice(rows, ROWS_AT_ONCE)):
-            count += write(_table(MetricRow, part))
-    return count
-
-
-Write = Callable[[pa.Table], int]
-
-
 @contextmanager
-def _file(folder: Path, name: str, schema: pa.Schema | None) -> Iterator[Write]:
-    """A way to write tables to the file, which gets its name at the end. Without a schema: nothing is written."""
-    if schema is None:
-        yield lambda table: 0
-        return
-    path, partial = folder / f"{name}.parquet", folder / f".{name}.parquet.part"
-    if path.exists():
-        raise FileExistsError(17, "File exists", str(path))
+def _files(folder: Path, schemas: Mapping[str, pa.Schema]) -> Iterator[dict[str, parquet.ParquetWriter]]:
+    """What writes each of the files, which get their names at the end, and only if all of it was written."""
+    paths = {folder / f".{name}.parquet.part": folder / f"{name}.parquet" for name in schemas}
+    for path in paths.values():
+        if path.exists():
+            raise FileExistsError(17, "File exists", str(path))
     try:
-        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-
-            def write(table: pa.Table) -> int:
-                writer.write_table(table)
-                return int(table.num_rows)
-
-            yield write
-        partial.rename(path)
+        with ExitStack() as stack:
+            yield {
+                name: stack.enter_context(parquet.ParquetWriter(partial, schema, compression="zstd"))
+                for partial, (name, schema) in zip(paths, schemas.items(), strict=True)
+            }
+        for partial, path in paths.items():
+            partial.rename(path)
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in paths:
+            partial.unlink(missing_ok=True)
 
 
 def _schema(row: type[RowT]) -> pa.Schema:

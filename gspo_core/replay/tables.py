@@ -52,8 +52,8 @@ class EpisodeRow:
     tokens: int
     """Of all branches."""
     sampled_tokens: int
-    first_version: int
-    last_version: int
+    first_version: int | None
+    last_version: int | None
     max_staleness: int | None
     reward_parts: dict[str, float]
     metrics: dict[str, float]
@@ -97,7 +97,6 @@ def episode_rows(past: Past, batch: LoggedBatch) -> Iterator[EpisodeRow]:
     ages = batch.extra.get("staleness", {})
     for group in batch.groups:
         for one in group:
-            versions = sorted(one.versions)
             yield EpisodeRow(
                 step=batch.step,
                 epoch=batch.epoch,
@@ -112,9 +111,9 @@ def episode_rows(past: Past, batch: LoggedBatch) -> Iterator[EpisodeRow]:
                 branches=len(one.branches),
                 tokens=sum(branch.num_tokens for branch in one.branches),
                 sampled_tokens=one.num_actions,
-                first_version=versions[0],
-                last_version=versions[-1],
-                max_staleness=max((ages[str(version)] for version in versions if str(version) in ages), default=None),
+                first_version=min(one.versions, default=None),
+                last_version=max(one.versions, default=None),
+                max_staleness=max((ages[name] for name in map(str, one.versions) if name in ages), default=None),
                 reward_parts=dict(one.outcome.reward_parts),
                 metrics=dict(one.outcome.metrics),
             )

@@ -244,8 +244,12 @@ class JobClaims(KeptJobs):
         await self._functions.call("end_attempt", job_keys(job), token, self._time(), cause.code, cause.message)
         await self._written_down(job)
 
-    async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
-        """Raise the epoch to at least ``epoch`` (the highest on disk plus one); returns the resulting epoch."""
-        held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
+    async def raise_epoch(self, job: str, token: str, epoch: int, *, goes_back: bool = False) -> int:
+        """Raise the epoch to at least ``epoch`` (the highest on disk plus one); returns the resulting epoch.
+
+        ``goes_back``: to an earlier step, after which every step counts as a new one again.
+        """
+        more = ("back",) if goes_back else ()
+        held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch, *more))
         await self._written_down(job)
         return held

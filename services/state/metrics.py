@@ -1,7 +1,8 @@
 """The metrics of a job by step, with a bounded number of steps.
 
-The rule: a step has one value per name, the last one written, so a step repeated after a crash replaces its earlier
-values. A step that was trained is reported with its event in one call, once. It neither computes nor names metrics.
+The rule: a step has one value per name, the last one written. A step that was trained is reported with its event in one
+call, once, and that replaces all that was said of the step before, in a history that was left. It neither computes nor
+names metrics.
 """
 
 from __future__ import annotations

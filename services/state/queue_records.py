@@ -25,6 +25,8 @@ DropReason: TypeAlias = Literal[
     "dropped_late",
     "dropped_erased",
     "dropped_trainer_lost",
+    "dropped_went_back",
+    "dropped_redis_full",
     "dropped_job_over",
     "dropped_queue_damaged",
 ]

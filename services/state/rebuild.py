@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from services.files.job_dir import JobDir, JobsDir
@@ -28,6 +28,7 @@ T = TypeVar("T")
 VERSIONS_PER_CALL = 100
 # The same limit as the server's.
 METRIC_STEPS = 20000
+NO_METRICS = ("step", "version", "epoch")
 MAX_TRIES = 10
 
 
@@ -110,11 +111,9 @@ class Rebuild:
         # First, so that nobody reports again what is only not restored yet.
         if reported := max(reported_steps(lines), default=None):
             await self._functions.call("mark_reported", job_keys(job), *reported)
-        for record in lines[-METRIC_STEPS:]:
-            step = record.pop("step", None)
-            values = {name: value for name, value in record.items() if name not in ("version", "epoch")}
-            flat = [text for name, value in values.items() if _is_number(value) for text in (name, repr(float(value)))]
-            if isinstance(step, int) and flat:
+        for step, values in sorted(_rows(lines).items())[-METRIC_STEPS:]:
+            flat = [text for name, value in values.items() for text in (name, repr(value))]
+            if flat:
                 await self._functions.call("add_metrics", job_keys(job), "", step, *flat)
 
 
@@ -132,6 +131,18 @@ def _at_first(accepted: AcceptedJob) -> dict[str, str]:
         "reason_message": reason.message,
         "reason_since": accepted.created_at,
     }
+
+
+def _rows(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """The numbers of each step. Its report, which has a version, replaces what an earlier history said of it."""
+    rows = dict[int, dict[str, float]]()
+    for line in lines:
+        step = line.get("step")
+        if isinstance(step, int):
+            said = {} if "version" in line else rows.get(step, {})
+            told = {name: float(value) for name, value in line.items() if name not in NO_METRICS and _is_number(value)}
+            rows[step] = said | told
+    return rows
 
 
 def _is_number(value: object) -> bool:

@@ -1,7 +1,7 @@
 """Takes a run in hand that loses what it had learned, as far as its job says: slower, or back to its best evaluation.
 
 Rule: it acts at a step boundary, by what a user could do too: a change of live settings, which the batch log records,
-and a history that forks off at an earlier checkpoint, where nothing is removed. So every step can be trained again
+and a history that forks off at an earlier checkpoint, where no log is removed. So every step can be trained again
 from the files. Once it has acted, the run is compared with what it does from then on, by later trainers too: one fall
 is answered once.
 """
@@ -17,6 +17,7 @@ from gspo_core.staleness import in_history
 from services.state.refusals import Conflict
 from services.state.store import IllegalTransition
 from services.trainer.groups.run_context import RunContext
+from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 from services.trainer.telling.best_evaluation import MEAN, BestEvaluation, Evaluated
 
 EVENTS_AT_ONCE = 1000
@@ -96,8 +97,14 @@ class FallGuard:
             position.step in self._expected or (best is not None and position.step == best.step)
         )
 
+    @property
+    def has_seen_a_fall(self) -> bool:
+        """Whether there was one since ``act`` was last called."""
+        return self._fall is not None
+
     async def act(self) -> None:
-        """Answer a fall, if there was one since the last call. Call this between two steps."""
+        """Answer a fall, if there was one since the last call. Call this between two steps, with nothing beside it that
+        starts groups or publishes."""
         fall, self._fall = self._fall, None
         if fall is None:
             return
@@ -111,13 +118,23 @@ class FallGuard:
             more = "; no checkpoint of that time is left to go back to" if self._goes_back else ""
             await self._context.alert("fall_answered", said + more, back_to=None)
             return
+        await self._drop_what_is_under_way()
         # An epoch that no trainer ever has: raised first, so that whoever claims the job next does not begin it too.
         jobs, claim = self._context.services.store.jobs, self._context.claim
-        epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1)
+        epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1, goes_back=True)
         await asyncio.to_thread(self._context.services.checkpoints.go_back, epoch, place)
         said += f", and the job goes on from step {place.step}"
         await self._context.alert("fall_answered", said, back_to=place.step)
         self._context.phase.leave()
+
+    async def _drop_what_is_under_way(self) -> None:
+        """Before the job goes back, so that whoever dies in between has lost nothing that is not played again. A group
+        that stayed would be taken for the new history's own of that number, and what the fallen policy said in it for
+        young."""
+        bus, claim = self._context.services.bus, self._context.claim
+        left = [group for group in await bus.open_groups(claim.job_id) if group < FIRST_EVAL_GROUP]
+        step = self._context.lineage.step
+        await bus.commit(claim.job_id, claim.token, step, left, reason="dropped_went_back")
 
     def _place_of(self, step: int) -> Position | None:
         """The newest checkpoint of this run that is not newer than ``step``, or where the job began with its model."""

@@ -274,7 +274,9 @@ class JobRun:
         while not await self._is_over(learner):
             if not await self._hold() and await self._step(learner):
                 await self._after_step(learner, evaluator)
-            await self._guard.act()
+            if self._guard.has_seen_a_fall:
+                await self._publishing.finish()  # it starts groups, and says how far the job is
+                await self._guard.act()
 
     async def _hold(self) -> bool:
         """Wait while the user keeps the job paused; return False if it was not paused."""
@@ -438,8 +440,9 @@ class JobRun:
         is_evaluated = spec.evaluation is not None and step % spec.evaluation.every == 0 and step < spec.steps
         if is_evaluated:
             await self._publishing.finish()
+            is_evaluated = await evaluator.start(step, self._context.newest.version)
+        if is_evaluated:  # its result comes after this: nobody was waited for since
             self._guard.expect(step)
-            await evaluator.start(step, self._context.newest.version)
         if spec.has_checkpoint(step) or (is_evaluated and self._guard.keeps_evaluated):
             await self._checkpoint(learner)
 

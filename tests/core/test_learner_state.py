@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_core.learner.state import MANIFEST, InvalidState, read_state, write_manifest, write_shard
+from gspo_core.learner.state import (
+    MANIFEST,
+    InvalidState,
+    read_state,
+    restore_tensors,
+    training_tensors,
+    write_manifest,
+    write_shard,
+)
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
 from tests.apparatus.warm_python import WarmPython
 from tests.core import learner_process
@@ -129,6 +137,18 @@ def test_a_state_holds_moments_counters_and_random_state(model_dir: Path, tmp_pa
     assert torch.equal(torch.rand(3), noise)
     assert second.counters == first.counters
     assert largest_difference(weights(first), weights(second)) == 0
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "cuda"])
+def test_a_gpu_loads_what_was_saved_on_either_device(saved_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU saves the random state of one."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, restored = torch.optim.AdamW(model.parameters()), list[torch.Tensor]()
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _device: restored.append(state))
+    of_the_gpu = {"random/cuda": torch.ones(16, dtype=torch.uint8)} if saved_on == "cuda" else {}
+    tensors = training_tensors(model, optimizer, torch.device("cpu")) | of_the_gpu
+    restore_tensors(model, optimizer, torch.device("cuda"), tensors)
+    assert restored == list(of_the_gpu.values())
 
 
 def test_without_the_moments_it_would_not_go_on_the_same(model_dir: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from gspo_core.cli import main
 from gspo_core.learner import Learner
 from gspo_core.log import layout
+from gspo_core.log.batches import encode_batch
 from gspo_core.log.settings import learner_config
 from gspo_core.log.steps import logged_sequences
 from gspo_core.replay.past import Past
-from gspo_core.replay.splitting import PARTS, StepSplit, k3, split_ratio, split_step
+from gspo_core.replay.splitting import PARTS, StepSplit, as_text, k3, split_ratio, split_step
+from gspo_core.types import Group, Trajectory
 from tests.core.learner_support import write_model
 from tests.core.past_kit import MadePast, make_past, spec_of
 
@@ -98,6 +101,31 @@ def test_tokens_of_a_version_that_the_history_left_are_counted_and_left_out(
     assert set(rest.version) == {STEP - 1}
     assert rest.num_left_out > 0
     assert len(rest.version) == (split.version == STEP - 1).sum()
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["known numbers", "a number of this very step"])
+def test_tokens_that_another_job_sampled_are_left_out_whatever_their_versions_are_called(
+    past: MadePast, split: StepSplit, tmp_path: Path, more: int
+) -> None:
+    """A fork that is fed batches, and a retrained job, have versions of the same numbers and other weights."""
+    folder = Path(shutil.copytree(past.folder, tmp_path / "job_a"))
+    batch = Past(folder).batch(STEP)
+    groups = [of_another_job(group, more) for group in batch.groups]
+    ages = {str(int(version) + more): age for version, age in batch.extra["staleness"].items()}
+    data = encode_batch(batch.position, groups, {**batch.extra, "staleness": ages})
+    (folder / layout.BATCHES / layout.step_name(batch.position)).write_bytes(b"".join(data))
+    rest = split_step(Past(folder), STEP)
+    assert (rest.num_left_out, len(rest.version), rest.by_age()) == (len(split.version), 0, {})
+    assert list(as_text(rest))[-1].startswith(f"{rest.num_left_out} tokens are by versions")
+
+
+def of_another_job(group: Group, more: int) -> Group:
+    """``more``: by how much its numbers of versions are higher."""
+    episodes = [
+        [replace(one, key=replace(one.key, job="job_b"), version=one.version + more) for one in episode.segments]
+        for episode in group
+    ]
+    return replace(group, job="job_b", trajectories=tuple(Trajectory(tuple(segments)) for segments in episodes))
 
 
 def test_the_command_says_it(past: MadePast, split: StepSplit, capsys: pytest.CaptureFixture[str]) -> None:

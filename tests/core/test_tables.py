@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gspo_core.cli import main
 from gspo_core.log import layout
+from gspo_core.log.batches import encode_batch
 from gspo_core.log.sequences import train_batch
 from gspo_core.log.steps import logged_sequences
 from gspo_core.log.trained import encode_trained
 from gspo_core.replay.past import Past
 from gspo_core.replay.tables import episode_rows, metric_rows, step_row, token_columns
+from gspo_core.types import Outcome, StopReason, Trajectory
 from tests.core.learner_support import write_model
 from tests.core.past_kit import GROUPS, SIZE, make_past, spec_of
 
@@ -98,11 +103,34 @@ def test_parquet_holds_every_row(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "is there already" in capsys.readouterr().err
 
 
-def test_a_file_is_whole_or_not_there(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_are_all_there_or_none_is(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyarrow")
     assert main(["tables", str(folder), "--to", str(tmp_path / "out"), "--last", "9"]) == 1
     assert "the batch log of step 4 is not kept" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.parquet"]
+    assert list((tmp_path / "out").iterdir()) == []
+    assert main(["tables", str(folder), "--to", str(tmp_path / "out")]) == 0
+
+
+def test_an_episode_in_which_nothing_was_sampled_has_no_versions(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its environment could not begin: it is a member of its group all the same."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    copied = Path(shutil.copytree(folder, tmp_path / "job_a"))
+    batch = Past(copied).batch(2)
+    group = batch.groups[0]
+    kinds = {"token_ids": np.int32, "action_mask": bool, "behavior_logprobs": np.float32}
+    nothing: dict[str, Any] = {name: np.zeros(0, kind) for name, kind in kinds.items()}
+    end = group.trajectories[0].segments[-1]
+    ended = replace(end, index=0, turn=0, outcome=Outcome(StopReason.ENV_ERROR), **nothing)
+    groups = [replace(group, trajectories=(Trajectory((ended,)), *group.trajectories[1:])), *batch.groups[1:]]
+    data = encode_batch(batch.position, groups, batch.extra)
+    (copied / layout.BATCHES / layout.step_name(batch.position)).write_bytes(b"".join(data))
+    assert main(["tables", str(copied), "--to", str(tmp_path / "out"), "--tokens"]) == 0, capsys.readouterr().err
+    rows = parquet.read_table(tmp_path / "out" / "episodes.parquet").to_pylist()
+    [row] = [row for row in rows if row["stop_reason"] == "env_error"]
+    assert (row["first_version"], row["last_version"], row["max_staleness"]) == (None, None, None)
+    assert (row["reward"], row["sampled_tokens"]) == (None, 0)
 
 
 def test_without_the_package_the_message_names_the_extra(folder: Path, tmp_path: Path) -> None:

@@ -449,10 +449,14 @@ register("lose", FREES, function(keys, args)
   return 1
 end)
 
+-- token, the least epoch, "back" where that one goes on from an earlier step: each step after that is a new one again
 register("raise_epoch", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   if not owns(K, args[1]) then
     return refuse("FENCED", "epoch " .. args[2])
+  end
+  if args[3] == "back" then
+    redis.call("HDEL", K.job, "furthest_step")
   end
   if tonumber(args[2]) > number_of(K.job, "epoch") then
     redis.call("HSET", K.job, "epoch", args[2])

@@ -141,6 +141,8 @@ register("report_step", FREES, function(keys, args)
   if was_reported(K, tonumber(args[2]), tonumber(args[3])) then
     return 0
   end
+  -- What stands there is of a history that was left: of this one a step is evaluated after its report.
+  redis.call("HDEL", K.metrics, args[3])
   add_metrics(K, args[3], args, 5)
   redis.call("HSET", K.job, "reported_epoch", args[2], "reported_step", args[3])
   local nonce = "step " .. args[2] .. " " .. args[3]

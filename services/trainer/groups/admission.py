@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 
 from gspo_core.codec import NEWEST_SCHEMA
+from gspo_core.spec import JobSpec
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.state.away import OutOfMemory
@@ -23,6 +24,11 @@ RETRY_S = 2.0
 LOOK_S = 1.0
 # Encoded size: id, log-prob and mask of a token, plus its share of the segment header.
 BYTES_PER_TOKEN = 10
+
+
+def reserved_bytes(spec: JobSpec, environment: int) -> int:
+    """What an episode may need in the queue, trained or held out."""
+    return spec.episode_limits(environment).max_context_tokens * BYTES_PER_TOKEN + spec.rewards.evidence_bytes
 
 
 class Admission:
@@ -115,18 +121,22 @@ class Admission:
                 return
 
     async def _dispatch(self, group: int, budget_bytes: int | None = None) -> None:
-        spec, task = self._context.spec, self.schedule.task(group)
-        limits = spec.episode_limits(task.environment)
-        await self._context.services.bus.dispatch(
-            self._context.job,
-            self._context.token,
-            group,
-            size=spec.rollout.group_size,
-            split=Split.TRAIN,
-            task_index=task.index,
-            environment=task.environment,
-            bytes_per_episode=limits.max_context_tokens * BYTES_PER_TOKEN + spec.rewards.evidence_bytes,
-            budget_bytes=budget_bytes,
-            reads=NEWEST_SCHEMA,
-        )
+        spec, task, bus = self._context.spec, self.schedule.task(group), self._context.services.bus
+        try:
+            await bus.dispatch(
+                self._context.job,
+                self._context.token,
+                group,
+                size=spec.rollout.group_size,
+                split=Split.TRAIN,
+                task_index=task.index,
+                environment=task.environment,
+                bytes_per_episode=reserved_bytes(spec, task.environment),
+                budget_bytes=budget_bytes,
+                reads=NEWEST_SCHEMA,
+            )
+        except OutOfMemory:
+            # A full server looks at no arguments. A group that is there already needs no room, and frees some.
+            if group not in await bus.open_groups(self._context.job):
+                raise
         self.dispatched_steps[group] = self._lineage.step

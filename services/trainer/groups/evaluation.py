@@ -11,11 +11,14 @@ from gspo_core.log.sequences import group_metrics
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
 from services.process.telemetry import get_logger
+from services.state.away import OutOfMemory
 from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
+from services.trainer.groups.admission import reserved_bytes
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
+from services.trainer.telling.failure import AlertKind
 
 
 class Evaluator:
@@ -32,6 +35,7 @@ class Evaluator:
         report: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
         self._claim = claim
+        self._spec = spec
         self._settings = spec.evaluation
         self._bus = bus
         self._store = store
@@ -43,15 +47,16 @@ class Evaluator:
 
     async def play(self, step: int, version: int) -> None:
         """Run one round and wait for its result."""
-        groups = await self._dispatch()
+        groups = await self._dispatch(step)
         if groups:
             await self._collect(groups, step, version)
 
-    async def start(self, step: int, version: int) -> None:
-        """Start one round alongside training and report its result once complete."""
-        groups = await self._dispatch()
+    async def start(self, step: int, version: int) -> bool:
+        """Start one round alongside training and report its result once complete; return whether one was started."""
+        groups = await self._dispatch(step)
         if groups:
             self._pending.add(asyncio.create_task(self._collect(groups, step, version)))
+        return bool(groups)
 
     async def finish(self) -> None:
         """Wait for all running rounds and raise their errors."""
@@ -62,24 +67,38 @@ class Evaluator:
         for task in self._pending:
             task.cancel()
 
-    async def _dispatch(self) -> list[int]:
+    async def _dispatch(self, step: int) -> list[int]:
+        """Return the groups of a new round; none where Redis has no room for all of them. Training frees memory, and a
+        round that waited for room would hold it up for ever."""
         if self._settings is None or not self.tasks:
             return []
         epoch, count = self._claim.epoch, len(self.tasks)
         groups = [evaluation_group(epoch, self._round, count, position) for position in range(count)]
         self._round += 1
-        for group, task in zip(groups, self.tasks, strict=True):
-            await self._bus.dispatch(
-                self._claim.job_id,
-                self._claim.token,
-                group,
-                size=self._settings.episodes_per_task,
-                split=Split.EVAL,
-                task_index=task.index,
-                environment=task.environment,
-                reads=NEWEST_SCHEMA,
-            )
+        for position, task in enumerate(self.tasks):
+            try:
+                await self._bus.dispatch(
+                    self._claim.job_id,
+                    self._claim.token,
+                    groups[position],
+                    size=self._settings.episodes_per_task,
+                    split=Split.EVAL,
+                    task_index=task.index,
+                    environment=task.environment,
+                    bytes_per_episode=reserved_bytes(self._spec, task.environment),
+                    reads=NEWEST_SCHEMA,
+                )
+            except OutOfMemory as error:
+                await self._leave_out(groups[:position], step, error)
+                return []
         return groups
+
+    async def _leave_out(self, begun: list[int], step: int, error: OutOfMemory) -> None:
+        await self._bus.commit(self._claim.job_id, self._claim.token, step, begun, reason="dropped_redis_full")
+        self._intake.forget(begun)
+        await self._alert(
+            step, "redis_full", f"Redis has no room for the evaluation of step {step}: it is left out ({error})"
+        )
 
     async def _collect(self, numbers: list[int], step: int, version: int) -> None:
         groups = await self._played(numbers, step)
@@ -111,7 +130,10 @@ class Evaluator:
 
     async def _tell_of(self, lost: list[int], step: int) -> None:
         message = f"{len(lost)} of the held-out groups cannot be read: {'; '.join(self._intake.refusals.values())}"
-        data = {"step": step, "kind": "segment_refused", "message": message}
+        await self._alert(step, "segment_refused", message)
+
+    async def _alert(self, step: int, kind: AlertKind, message: str) -> None:
+        data = {"step": step, "kind": kind, "message": message}
         await self._store.events.add(self._claim.job_id, "alert", data, token=self._claim.token)
 
 

@@ -258,6 +258,20 @@ async def test_every_new_step_gives_a_job_all_its_attempts_again(
     assert owner is None
 
 
+async def test_steps_that_are_taken_again_after_a_job_went_back_count_as_new(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    job = claim.job_id
+    await store.jobs.update_progress(job, claim.token, 60, 61)
+    assert await store.jobs.raise_epoch(job, claim.token, claim.epoch + 1, goes_back=True) == claim.epoch + 1
+    await store.jobs.release(job, claim.token)
+    owner = await store.jobs.claim("heir")
+    for step in (21, 22, 23, 24):
+        assert owner is not None, (await store.jobs.get(job)).status_reason
+        await store.jobs.update_progress(job, owner.token, step, step + 42)
+        owner = await lose_trainer(redis_client)
+
+
 async def test_who_leaves_in_an_orderly_way_costs_no_attempt(store: Store, claim: Claim) -> None:
     owner = claim
     for _ in range(8):

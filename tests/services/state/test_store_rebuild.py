@@ -166,6 +166,25 @@ async def test_metrics_come_back_from_the_file_of_the_job(
     assert await store.metrics.read(claim.job_id) == [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}]
 
 
+async def test_metrics_of_a_history_that_was_left_do_not_come_back(
+    store: Store, claim: Claim, redis_client: Redis, jobs_dir: Path
+) -> None:
+    lines: list[dict[str, float]] = [
+        {"step": 30, "version": 31, "epoch": 1, "loss": 1.0},
+        {"step": 30, "epoch": 1, "eval/reward/mean": 0.25},
+        {"step": 31, "version": 32, "epoch": 1, "loss": 1.5},
+        {"step": 30, "version": 34, "epoch": 3, "loss": 2.0},
+        {"step": 30, "epoch": 3, "eval/reward/low": 0.5},
+    ]
+    (jobs_dir / claim.job_id / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    await redis_client.flushall()
+    await store.jobs.get(claim.job_id)
+    assert await store.metrics.read(claim.job_id) == [
+        {"step": 30, "eval/reward/low": 0.5, "loss": 2.0},
+        {"step": 31, "loss": 1.5},
+    ]
+
+
 async def test_a_server_that_lost_its_newest_writes_is_told_what_it_forgot(
     store: Store, claim: Claim, redis_client: Redis
 ) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.position import Position
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.state.functions import LIBRARY_VERSION, Functions, LibraryTooNew, library
@@ -180,6 +181,20 @@ async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim:
     assert await store.metrics.read(claim.job_id) == [
         {"step": 1, "eval/success": 0.25, "loss": 2.0, "reward/mean": 0.5}
     ]
+
+
+async def test_a_step_that_is_taken_again_says_nothing_of_the_history_that_was_left(store: Store, claim: Claim) -> None:
+    async def report(at: Position, loss: float) -> None:
+        await store.metrics.report(claim.job_id, at, {"loss": loss}, {"step": at.step}, token=claim.token)
+
+    await report(Position(1, 30), 1.0)
+    await store.metrics.add(claim.job_id, 30, {"eval/reward/mean": 0.25})
+    for _ in range(2):  # said again, since the answer was lost, it is known
+        await report(Position(3, 30), 2.0)
+        assert await store.metrics.read(claim.job_id) == [{"step": 30, "loss": 2.0}]
+    await store.metrics.add(claim.job_id, 30, {"eval/reward/mean": 0.75})
+    await report(Position(3, 30), 2.0)
+    assert await store.metrics.read(claim.job_id) == [{"step": 30, "eval/reward/mean": 0.75, "loss": 2.0}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -13,15 +13,20 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobDir
-from services.state.away import OutOfMemory
+from services.state.away import AwayReason, OutOfMemory
 from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
+from services.trainer.groups.evaluation import Evaluator
+from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun
+from services.trainer.telling.best_evaluation import MEAN
+from tests.core.learner_support import write_model
 from tests.patience import HANG_S
+from tests.services.trainer.loop_kit import a_loop, after_each_step, loop_spec, serve
 
 CONTEXT_TOKENS = 100
 EVIDENCE_BYTES = 300
@@ -119,6 +124,82 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         await admitting
     [alert] = [event.data for event in await store.events.read(job) if event.type == "alert"]
     assert alert["kind"] == "redis_full"
+
+
+async def test_held_out_episodes_have_their_room_reserved_too(bus: Bus, store: Store, claim: Claim) -> None:
+    """So training groups wait for them, but for one step's worth."""
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"evaluation": {"tasks": 2, "every": 1}})
+    evaluator = Evaluator(claim, spec, bus, store, Intake(bus, claim.job_id), [2], cast(Any, None))
+    assert await evaluator.start(1, 2)
+    evaluator.cancel()
+    assert (await bus.usage(claim.job_id)).charged_bytes == 2 * EPISODE_BYTES
+    run = run_of(bus, claim, 8 * EPISODE_BYTES)
+    await run._admission.admit()
+    assert run._lineage.num_dispatched == 3
+
+
+async def test_an_evaluation_for_which_a_full_server_has_no_room_is_left_out(
+    bus: Bus, store: Store, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for memory that training alone frees. What was begun of it is thrown away."""
+    settings: Any = redis_client
+    before, original = await settings.config_get("maxmemory*"), bus.dispatch
+
+    async def filling(*args: Any, **more: Any) -> bool:
+        is_new = await original(*args, **more)
+        await settings.config_set("maxmemory-policy", "noeviction", "maxmemory", "1")
+        return is_new
+
+    monkeypatch.setattr(bus, "dispatch", filling)
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"evaluation": {"tasks": 2, "every": 1}})
+    evaluator = Evaluator(claim, spec, bus, store, Intake(bus, claim.job_id), [2], cast(Any, None))
+    try:
+        async with asyncio.timeout(HANG_S):
+            await evaluator.play(0, 1)
+            assert not await evaluator.start(1, 2)
+    finally:
+        await settings.config_set("maxmemory", before["maxmemory"], "maxmemory-policy", before["maxmemory-policy"])
+    alerts = [event.data for event in await store.events.read(claim.job_id) if event.type == "alert"]
+    assert [(alert["kind"], alert["step"]) for alert in alerts] == [("redis_full", 0), ("redis_full", 1)]
+    assert await bus.open_groups(claim.job_id) == []
+    assert (await bus.counters(claim.job_id))["dropped_redis_full"] == 1
+
+
+async def test_a_job_takes_its_steps_although_redis_is_full_where_it_is_evaluated(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next trainer finds the server full, and in the queue all that two steps need."""
+    spec = loop_spec(
+        write_model(tmp_path / "model"),
+        rollout={"group_size": 3, "max_staleness": 2},
+        evaluation={"tasks": 1, "every": 1},
+    )
+    original, full, hooks = Bus.dispatch, asyncio.Event(), after_each_step(monkeypatch)
+
+    async def dispatch(self: Bus, *args: Any, **more: Any) -> bool:
+        if full.is_set():
+            raise OutOfMemory(AwayReason.OOM, "its memory is used up")
+        return await original(self, *args, **more)
+
+    monkeypatch.setattr(Bus, "dispatch", dispatch)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+
+        async def fill(run: JobRun, step: int) -> None:
+            if step == 2:
+                await run._services.intake.wait_for(Split.TRAIN, 2 * spec.groups_per_step)
+                full.set()
+                run.phase.leave()
+            elif step == 3:
+                full.clear()
+
+        hooks.append(fill)
+        await serve(loop)
+        job = await loop.store.jobs.get(loop.job)
+        alerts = [event.data for event in await loop.store.events.read(loop.job) if event.type == "alert"]
+        metrics = {row["step"]: row for row in await loop.store.metrics.read(loop.job)}
+    assert (job.step, [one.code for one in job.attempts]) == (spec.steps, ["handed_over", "steps_done"])
+    assert [alert["step"] for alert in alerts if alert["kind"] == "redis_full"] == [2, 3]
+    assert (MEAN in metrics[3], MEAN in metrics[spec.steps]) == (False, True)
 
 
 async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:

@@ -20,6 +20,8 @@ from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.state.jobs import JobRecord, JobStatus
 from services.trainer.building import make_learner
+from services.trainer.groups.batch_selection import BatchSelection
+from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 from services.trainer.ranks.learner import AnyLearner
 from services.trainer.run import JobRun
 from services.trainer.telling.best_evaluation import MEAN
@@ -58,6 +60,7 @@ async def run_with_a_fall(
     patch: pytest.MonkeyPatch,
     *,
     is_handed_over: bool = False,
+    max_staleness: int = 0,
     **watchdog: Any,
 ) -> tuple[Loop, JobRecord, list[dict[str, Any]], dict[int, dict[str, Any]]]:
     """Good from step 2 on, bad from step 4 on; also the alerts and the metrics by step. ``is_handed_over``: once the
@@ -67,6 +70,7 @@ async def run_with_a_fall(
         steps=STEPS,
         checkpoint_every=100,
         optimizer={"lr": 1e-6},
+        rollout={"group_size": 3, "max_staleness": max_staleness},
         evaluation={"tasks": NUM_HELD_OUT, "every": 1},
         watchdog=watchdog,
     )
@@ -82,6 +86,8 @@ async def run_with_a_fall(
             if len(made) == 1 and step in (GOOD_AFTER, FALLS_AFTER):
                 await evaluated(loop, step)
                 speak(made[0], well=step == GOOD_AFTER)
+            if max_staleness and len(made) == 1 and step > FALLS_AFTER:
+                await evaluated(loop, step)  # else the last step may come before it
             if is_handed_over and len(made) == 1 and step > FALLS_AFTER:
                 await evaluated(loop, FALLS_AFTER + 1)
                 if (await loop.store.jobs.get(loop.job)).settings:
@@ -153,3 +159,29 @@ async def test_a_run_that_falls_goes_back_to_its_best_evaluation(
     assert newest.position == (3, STEPS)
     assert list(newest.lineage.owed()) == []
     assert metrics[STEPS][MEAN] > 0.9, "the last weights are not those that were spoiled"
+
+
+async def test_nothing_that_a_fallen_policy_sampled_is_trained_after_the_run_went_back(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups for two more steps are under way when it falls: they are played anew."""
+    original, found = BatchSelection.commit_again, list[tuple[int, list[int]]]()
+
+    async def noting(self: BatchSelection) -> None:
+        found.append((self._lineage.num_dispatched, await self._bus.open_groups(self._context.job)))
+        await original(self)
+
+    monkeypatch.setattr(BatchSelection, "commit_again", noting)
+    given: dict[str, Any] = {"on_fall": "go_back", "max_staleness": 2}
+    loop, job, alerts, _ = await run_with_a_fall(redis_client, tmp_path / "jobs", model_dir, monkeypatch, **given)
+    [back] = [alert["back_to"] for alert in alerts if alert["kind"] == "fall_answered"]
+    assert (job.status, job.step, len(job.attempts)) == (JobStatus.SUCCEEDED, STEPS, 2)
+    _, (num_dispatched, still_open) = found
+    assert [group for group in still_open if num_dispatched <= group < FIRST_EVAL_GROUP] == []
+    left = {one.version for one in await loop.store.versions.all(job.id) if one.epoch == 1 and one.step > back}
+    log = BatchLog(JobDir(loop.job_dir))
+    batches = [log.read(at.epoch, at.step) for at in log.steps() if at.epoch > 1]
+    assert [batch.step for batch in batches] == list(range(back + 1, STEPS + 1))
+    assert not left & {version for batch in batches for one in batch.trajectories for version in one.versions}
+    counters = await loop.bus.counters(job.id)
+    assert counters["dropped_went_back"] > 0
