@@ -29,7 +29,10 @@ _MEDIA = {
     "input_audio": {"input_audio"},
 }
 """Where a part that is no text holds what it shows, as transformers, OpenAI, Anthropic and MCP write it."""
-_ABOUT_MEDIA = {"type", "detail", "format", "mimeType", "mime_type"}
+_ABOUT_PARTS = {
+    *("type", "detail", "format", "mimeType", "mime_type", "annotations", "meta", "_meta", "cache_control"),
+    *("min_pixels", "max_pixels", "resized_height", "resized_width", "fps", "nframes"),
+}
 
 
 class CalledFunction(TypedDict):
@@ -179,10 +182,9 @@ def is_parts(value: object) -> TypeGuard[list[ContentPart]]:
 
 
 def _is_part(given: Mapping[str, JSON]) -> bool:
-    kind = given.get("type")
+    kind, shown = given.get("type"), {name for name in given if name not in _ABOUT_PARTS and given[name] is not None}
     if kind == "text":
-        return given.keys() == {"type", "text"} and isinstance(given["text"], str)
-    shown = given.keys() - _ABOUT_MEDIA
+        return shown == {"text"} and isinstance(given["text"], str)
     return isinstance(kind, str) and len(shown) == 1 and shown <= _MEDIA.get(kind, set())
 
 

@@ -191,6 +191,11 @@ def _tasks(name: str, given: Sequence[Mapping[str, JSON]] | str) -> list[Mapping
 def _task(where: str, given: JSON | Mapping[str, JSON]) -> Mapping[str, JSON]:
     if not isinstance(given, Mapping) or "prompt" not in given:
         raise InvalidEnvironment(f"{where}: every task has a prompt, {given!r} has none")
+    if isinstance(given["prompt"], list):
+        try:
+            first_messages(given, None, None)
+        except ValueError as error:
+            raise InvalidEnvironment(f"{where}: {error}") from None
     return given
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import numbers
 import pathlib
 import types
 import typing
@@ -251,7 +252,7 @@ class _Reading:
         if hint in _NAMES:
             return Hint({"type": _NAMES[hint]}, _reader_of(_NAMES[hint]), hint is type(None))
         kind = typing.get_origin(hint) or hint
-        if isinstance(kind, type) and kind is not object and kind is not Any:
+        if isinstance(kind, type) and kind not in _OPEN:
             self._unread[kind.__qualname__] = None
         return _ANYTHING
 
@@ -384,3 +385,5 @@ def _key(key: Hint, name: str, place: str) -> object:
 
 
 _ANYTHING = Hint({}, lambda value, place: value)
+_OPEN = {object, Any, numbers.Number, numbers.Complex, numbers.Real, collections.abc.Hashable}
+"""Whatever JSON has is one of these, or nearly."""

@@ -146,9 +146,11 @@ def _tools(environment: Environment) -> Check:
                 wrong.append(f"{place} has no type hint that becomes a JSON type")
             if not schema.get("description"):
                 wrong.append(f"{place} is not described under 'Args:'")
-    wrong += _raw(named)
+    raw = list(_raw(named))
     if wrong:
-        return Check("tools", FAIL, "; ".join(wrong), {"problems": wrong})
+        return Check("tools", FAIL, "; ".join([*wrong, *raw]), {"problems": [*wrong, *raw]})
+    if raw:
+        return Check("tools", WARN, "; ".join(raw), {"problems": raw})
     names = [tool["function"]["name"] for tool in tools]
     if not names:
         return Check("tools", WARN, "no public method, so the policy can only write text")

@@ -272,19 +272,13 @@ def read(bucket: Bucket, name: str) -> InstallationSnapshot:
         given: dict[str, Any] = json.loads(data)
         if given["schema"] > SCHEMA or given["layout"] > LAYOUT:
             raise LaterLayout(f"release {given['release']} made the snapshot {name}: restore it with that release")
-        models = {_model_directory(directory): _files_from(files) for directory, files in given["models"].items()}
+        models = {directory: _files_from(files) for directory, files in given["models"].items()}
         files = _files_from(given["files"])
         return InstallationSnapshot(
             name, given["made_at"], given["release"], files, models, given.get("begun_ns"), given.get("follower")
         )
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{bucket.address}: the snapshot {name} cannot be read ({error})") from error
-
-
-def _model_directory(path: str) -> str:
-    if not PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise ValueError(f"{path} is no directory of a model")
-    return path
 
 
 def _files_from(given: Mapping[str, Any]) -> dict[str, Saved]:
@@ -343,7 +337,7 @@ def restore(
     files = {path: one for path, one in snapshot.files.items() if _is_wanted(path, only)}
     bringing = _Bringing(bucket, tally)
     for directory, model in snapshot.models.items():
-        if with_models or Path(directory).is_relative_to(data_dir.absolute()):
+        if with_models or _is_below(PurePosixPath(directory), data_dir.absolute()):
             bringing.all_of(Path(directory), model)
     last = {path for path in files if PurePosixPath(path).name == layout.ACCEPTED}
     bringing.all_of(data_dir, {path: one for path, one in files.items() if path not in last})
@@ -352,6 +346,11 @@ def restore(
         write_flushed(begun, said)
     bringing.all_of(data_dir, {path: files[path] for path in last})
     begun.unlink()
+
+
+def _is_below(directory: PurePosixPath, data_dir: Path) -> bool:
+    """Also where it leads; a path that goes up may lead elsewhere."""
+    return ".." not in directory.parts and directory.is_relative_to(data_dir)
 
 
 def _is_as_saved(data_dir: Path, job: Path, files: Files) -> bool:

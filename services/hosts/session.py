@@ -308,8 +308,7 @@ class HostedSession:
         return wire.start_from_json(reply.result)
 
     async def _act(self, turn: ParsedTurn) -> Observation:
-        num_members = max(1, len(turn.calls)) + 1  # the last is `done`, which may be a property
-        budget_s = num_members * self._step_s + self._snapshot_s
+        budget_s = max(1, len(turn.calls)) * self._step_s + self._snapshot_s
         reply = await self._call("act", budget_s, {"turn": wire.turn_to_json(turn)})
         self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = wire.observation_from_json(reply.result)

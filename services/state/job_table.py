@@ -236,10 +236,10 @@ class JobTable(JobClaims):
                 await asyncio.to_thread(self._saved.remove, job)
             await self._functions.call("withdraw_job", service_keys(), job)
             await self._functions.call("remove_job", job_keys(job))
-            if self._saved is not None:  # whoever read the job meanwhile may have saved what an environment says
-                await asyncio.to_thread(self._saved.remove, job)
             # Not where the server was wiped meanwhile and given the job back.
             is_gone = not await self._redis.exists(job_key(job, "job"))
+            if is_gone and self._saved is not None:  # a reader may have saved what an environment says of itself
+                await asyncio.to_thread(self._saved.remove, job)
 
     async def _begin_removal(self, job: str, made_from: Callable[[JobRecord], str | None]) -> str:
         """The digest of the idempotency key that it was submitted under, or an empty text."""

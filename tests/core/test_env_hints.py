@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from numbers import Number
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NewType, NotRequired, TypeVar
 
@@ -468,13 +469,13 @@ class Trip:
     ],
     ids=str,
 )
-def test_a_class_within_a_hint_that_is_not_understood_is_refused_by_name(hint: Any, unread: str) -> None:
+def test_a_class_within_a_hint_that_is_not_understood_is_named(hint: Any, unread: str) -> None:
     assert f"take(given) gets plain JSON in place of {unread}, which" in tools_check_of(hint)
 
 
 @pytest.mark.parametrize(
     "hint",
-    [*(list[Any], dict, list, dict[str, object], list[T], Tree, list[Pair], Address, Order, int | None)],
+    [*(list[Any], dict, list, dict[str, object], list[Number], list[T], Tree, list[Pair], Address, Order, int | None)],
     ids=str,
 )
 def test_a_hint_that_is_open_or_understood_is_not_refused(hint: Any) -> None:

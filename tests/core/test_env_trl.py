@@ -330,7 +330,7 @@ class Answering(Doubling):
         return answer
 
 
-class Asking(Doubling):
+class Judging(Doubling):
     def done(self) -> bool:
         return self._value > 4
 
@@ -342,7 +342,7 @@ class Handing(Doubling):
         return "thank you"
 
 
-@pytest.mark.parametrize("cls", [Answering, Asking, Handing])
+@pytest.mark.parametrize("cls", [Answering, Judging, Handing])
 def test_done_as_a_method_is_refused_with_what_to_do(cls: type) -> None:
     """A bound method is true, so that the first call would end every episode."""
     complaint = "done is an attribute or property.*name the tool otherwise"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from environments.adapters.mcp import _CLOSED, _HTTP_FAILED, _McpConnection
+from environments.adapters.mcp import _CLOSED, _HTTP_FAILED, _McpConnection, _tasks
 from environments.adapters.remote import RemoteEnvironment
-from gspo_core.env import EnvironmentFailed
+from gspo_core.env import EnvironmentFailed, InvalidEnvironment
 from gspo_core.types import Split
 from tests.core.env_kit import call, play
 
@@ -91,6 +91,12 @@ async def test_a_call_that_a_server_refuses_is_answered_and_the_episode_goes_on(
 async def test_what_may_be_a_broken_line_is_a_failure_of_the_world(code: int, failures: Collection[int]) -> None:
     with pytest.raises(EnvironmentFailed, match=r"^act: MCPError"):
         await play(environment(Shop(code), failures), call("order", drink=7))
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [], [{"type": "text", "text": "a"}]])
+def test_a_prompt_that_is_neither_text_nor_messages_is_refused_as_it_is_read(prompt: list[Any]) -> None:
+    with pytest.raises(InvalidEnvironment, match="mine: the task's prompt must be text or a list of messages"):
+        _tasks("mine", [{"prompt": prompt}])
 
 
 async def test_a_prompt_may_be_messages() -> None:

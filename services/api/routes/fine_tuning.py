@@ -12,7 +12,7 @@ from gspo_core.problems import problems
 from gspo_core.spec import JobSpec
 from services.api.http import errors, listing, sse
 from services.api.http.access import Caller
-from services.api.http.context import ContextOf
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import documented
 from services.api.http.listing import after_id
 from services.api.http.routers import v1_router
@@ -31,6 +31,7 @@ from services.api.submission.fine_tuning import (
 from services.api.views.checkpoint_views import described_of, places_of
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import DesiredState, JobRecord
+from services.state.store import JobNotFound
 
 router = v1_router("OpenAI client")
 
@@ -86,12 +87,21 @@ async def create(
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
     is_repetition = x_stainless_retry_count > 0
     job_id = await context.resubmissions.job_id(caller.name, wanted, is_repetition=is_repetition)
+    was_there = is_repetition and await _is_there(context, job_id)
     job = await submit.submit(context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition)
-    if job.id == job_id:
+    if job.id == job_id and not was_there:
         note_new(job)
-    else:
+    if job.id != job_id:
         response.headers["Idempotent-Replayed"] = "true"
     return facade_job(job)
+
+
+async def _is_there(context: ApiContext, job_id: str) -> bool:
+    try:
+        await context.store.jobs.get(job_id)
+    except JobNotFound:
+        return False
+    return True
 
 
 @router.get(JOBS)

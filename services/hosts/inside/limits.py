@@ -86,13 +86,16 @@ class Peak:
 
     def __init__(self) -> None:
         self._before, self._mapped_before = _peak_bytes(), _mapped_bytes()
+        self._seen = self._before
         self._mapped = 0
 
     def is_beyond(self, most_bytes: int) -> bool:
-        beyond = _peak_bytes() - self._before - most_bytes
-        if beyond > self._mapped:
+        """To be asked after each answer: it looks at what is mapped when there is more than ever."""
+        peak = _peak_bytes()
+        if peak > self._seen:
+            self._seen = peak
             self._mapped = max(self._mapped, _mapped_bytes() - self._mapped_before)
-        return beyond > self._mapped
+        return peak - self._before - self._mapped > most_bytes
 
 
 def _peak_bytes() -> int:

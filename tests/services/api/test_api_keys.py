@@ -342,6 +342,12 @@ async def test_a_job_of_the_other_face_is_in_the_audit_like_any(app: FastAPI, tm
     *_, line = (tmp_path / "audit.jsonl").read_text().splitlines()
     new = {"owner": "alice", "model": "m"}
     assert json.loads(line)["changes"] == [{"what": "job", "name": answer.json()["id"], "new": new}]
+    headers = {"authorization": f"Bearer {made['key']}", "x-stainless-retry-count": "1"}
+    async with http_to(app) as http:
+        again = await http.post("/v1/fine_tuning/jobs", json=given, headers=headers)
+    assert again.json()["id"] == answer.json()["id"]
+    *_, line = (tmp_path / "audit.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"] == []
 
 
 def test_who_asks_too_often_is_told_when_to_come_back_and_holds_up_nobody():

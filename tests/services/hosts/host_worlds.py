@@ -269,11 +269,6 @@ class Unhurried:
         time.sleep(seconds)
         return "waited"
 
-    @property
-    def done(self) -> bool:
-        time.sleep(self.taken_s)
-        return False
-
     def snapshot(self) -> bytes:
         time.sleep(self.taken_s)
         return b"kept"
