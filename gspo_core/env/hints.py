@@ -385,5 +385,5 @@ def _key(key: Hint, name: str, place: str) -> object:
 
 
 _ANYTHING = Hint({}, lambda value, place: value)
-_OPEN = {object, Any, numbers.Number, numbers.Complex, numbers.Real, collections.abc.Hashable}
+_OPEN: set[object] = {object, Any, numbers.Number, numbers.Complex, numbers.Real, collections.abc.Hashable}
 """Whatever JSON has is one of these, or nearly."""

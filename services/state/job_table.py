@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -247,9 +247,10 @@ class JobTable(JobClaims):
             record = await self.get(job)
             known, removing = await self._redis.hmget(job_key(job, "job"), "ended_uses", "removing")
             if removing is None and record.status.is_terminal:
-                async for other in self._all():
-                    if await asyncio.to_thread(made_from, other) == job:
-                        raise JobInUse(job, f"{other.id} was made from it")
+                others = [other async for other in self._all()]
+                child = await asyncio.to_thread(_child_of, job, others, made_from)
+                if child is not None:
+                    raise JobInUse(job, f"{child.id} was made from it")
             digest = "" if self._saved is None else await asyncio.to_thread(_key_digest, self._saved.of(job))
             try:
                 found = await self._functions.call(
@@ -263,6 +264,10 @@ class JobTable(JobClaims):
                 raise JobInUse(job, "another job is just being made from it", passes=True) from None
             if found != AGAIN:
                 return str(found.decode())
+
+
+def _child_of(job: str, others: Iterable[JobRecord], made_from: Callable[[JobRecord], str | None]) -> JobRecord | None:
+    return next((one for one in others if made_from(one) == job), None)
 
 
 def _key_digest(directory: JobRecords) -> str:

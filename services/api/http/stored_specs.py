@@ -5,6 +5,7 @@ Rule: a specification that this release cannot read fails only the answers that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -32,12 +33,17 @@ def readable_spec(job: JobRecord) -> JobSpec | None:
 
 
 def has_model_in(job: JobRecord, directory: Path) -> bool:
-    """Whether its model lies in ``directory``, wherever links lead. Reads directories: call it in a thread."""
+    """Whether its model lies in ``directory``, which is resolved, wherever links lead. It blocks."""
     try:
-        model = Path(str(job.spec_data.get("model"))).resolve()
-        return model.is_relative_to(directory.resolve())
+        return Path(str(job.spec_data.get("model"))).resolve().is_relative_to(directory)
     except (OSError, RuntimeError, ValueError):  # links in a circle, or no name of a file
         return False
+
+
+def one_with_model_in(directory: Path, jobs: Iterable[JobRecord]) -> JobRecord | None:
+    """It blocks."""
+    resolved = directory.resolve()
+    return next((job for job in jobs if has_model_in(job, resolved)), None)
 
 
 def is_of_agents(job: JobRecord) -> bool:

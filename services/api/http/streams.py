@@ -1,13 +1,15 @@
 """Answers that stay open: so many at once in this process, and so many of one caller.
 
 Rule: one too many is refused before it begins, in the one shape of errors and with the time to come again; a seat is
-free again however its stream ends. A stream ends with its caller's key, before the next piece of it. It does not know
-what is streamed.
+free again however its stream ends. A stream ends within a second of its caller's key, before the next piece of it: one
+that clients open again ends as if it were over, and a download breaks off, so that nobody takes it for whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from typing import TypeVar
@@ -21,6 +23,13 @@ from services.api.http.errors import RequestRefused
 MAX_STREAMS = 1024
 MAX_STREAMS_OF_ONE = 256
 RETRY_AFTER_S = 10
+EVENTS = "text/event-stream"
+# Keys lie in files, and a download has many pieces.
+LOOK_S = 1.0
+
+
+class KeyEnded(Exception):
+    """The caller of a download may have no more of it."""
 
 
 class Streams:
@@ -51,10 +60,18 @@ class Streams:
 Piece = TypeVar("Piece")
 
 
-async def _while_admitted(pieces: AsyncIterable[Piece], is_admitted: Callable[[], bool]) -> AsyncIterator[Piece]:
+async def _while_admitted(
+    pieces: AsyncIterable[Piece], is_admitted: Callable[[], bool], *, breaks_off: bool
+) -> AsyncIterator[Piece]:
+    looked = -math.inf
     async for piece in pieces:
-        if not is_admitted():
-            return
+        now = time.monotonic()
+        if now - looked >= LOOK_S:
+            looked = now
+            if not is_admitted():
+                if breaks_off:
+                    raise KeyEnded("the key of this download has ended")
+                return
         yield piece
 
 
@@ -64,6 +81,7 @@ class BoundedStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: Streams = scope["app"].state.context.streams
         caller = scope["caller"]
-        self.body_iterator = _while_admitted(self.body_iterator, scope["is_admitted"])
+        breaks_off = self.media_type != EVENTS
+        self.body_iterator = _while_admitted(self.body_iterator, scope["is_admitted"], breaks_off=breaks_off)
         with streams.seat(caller.name, is_alone=caller.is_keyless):
             await super().__call__(scope, receive, send)

@@ -11,7 +11,7 @@ from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.routers import v1_router
-from services.api.http.stored_specs import has_model_in
+from services.api.http.stored_specs import one_with_model_in
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
 from services.state.jobs import JobRecord
@@ -55,10 +55,11 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
 
 async def _require_unused_export(context: ContextOf, job_dir: JobDir, at: Position) -> None:
     """Raises RequestRefused where it is the model of a job that is not over."""
-    for other in await context.store.jobs.unfinished():
-        if await asyncio.to_thread(has_model_in, other, job_dir.export(at)):
-            message = f"job {other.id} has the export of this checkpoint as its model"
-            raise RequestRefused(409, "checkpoint_in_use", message, headers=FINAL)
+    unfinished = await context.store.jobs.unfinished()
+    user = await asyncio.to_thread(one_with_model_in, job_dir.export(at), unfinished)
+    if user is not None:
+        message = f"job {user.id} has the export of this checkpoint as its model"
+        raise RequestRefused(409, "checkpoint_in_use", message, headers=FINAL)
 
 
 def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
@@ -67,7 +68,7 @@ def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
 
     if job.went_back is not None:  # whoever asked for that may have died, and no trainer has looked since
         CheckpointStore(job_dir).go_back(*job.went_back)
-    return next((one.id for one in places_of(job_dir)), None)
+    return next((one.id for one in places_of(job_dir) if one.is_of_history), None)
 
 
 def _detail(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDetail:

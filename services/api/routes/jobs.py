@@ -201,7 +201,7 @@ async def remove(id: str, context: ContextOf) -> None:
     job = await context.store.jobs.get(id)
     if not job.status.is_terminal:
         raise RequestRefused(409, "job_not_over", f"the job is {job.status}: cancel it first", headers=FINAL)
-    directory = context.history.job_dir(job.id).path
+    directory = await asyncio.to_thread(context.history.job_dir(job.id).path.resolve)
 
     def made_from(other: JobRecord) -> str | None:
         return job.id if has_model_in(other, directory) else parent_of(other)

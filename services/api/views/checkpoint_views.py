@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gspo_core.position import Position
 from services.api.views.store_views import View
 from services.files.job_dir import JobDir
+
+if TYPE_CHECKING:
+    from services.files.checkpoints import CheckpointStore
 
 
 class CheckpointFile(View):
@@ -54,26 +57,31 @@ class CheckpointPlace:
 
     id: str
     at: Position
+    is_of_history: bool
+    """A trainer would go on from it: the job did not leave it when it went back."""
 
 
 def places_of(job: JobDir) -> list[CheckpointPlace]:
     """The newest first, by their names alone; behind them those that the job has left when it went back."""
     from services.files.checkpoints import CheckpointStore  # the pages of most jobs are read without
 
-    kept = CheckpointStore(job).positions()
-    resumable = _of_the_history(job, kept)
-    newest_first = sorted(kept, key=lambda at: (at in resumable, at), reverse=True)
-    return [CheckpointPlace(_id(job.id, at), at) for at in newest_first]
+    store = CheckpointStore(job)
+    kept = store.positions()
+    history = _of_the_history(store, kept)
+    newest_first = sorted(kept, key=lambda at: (at in history, at), reverse=True)
+    return [CheckpointPlace(_id(job.id, at), at, at in history) for at in newest_first]
 
 
-def _of_the_history(job: JobDir, kept: Collection[Position]) -> Collection[Position]:
-    """Those that a trainer would go on from; all, where the records of where it went back to are lost."""
-    from gspo_core.replay.past import Past, PastError
-    from gspo_core.staleness import UnknownVersion
+def _of_the_history(store: CheckpointStore, kept: Collection[Position]) -> Collection[Position]:
+    """All, where the records of where it went back to are lost."""
+    from gspo_core.staleness import UnknownVersion, in_history
+    from services.files.checkpoints import LostForkRecord, UnknownCheckpointFormat
 
     try:
-        return frozenset(Past(job.path).checkpoints)
-    except (PastError, UnknownVersion):
+        forks = store.forks()
+        newest = max(forks, default=max((at.epoch for at in kept), default=1))
+        return frozenset(at for at in kept if in_history(at, newest, forks))
+    except (LostForkRecord, UnknownCheckpointFormat, UnknownVersion):
         return kept
 
 

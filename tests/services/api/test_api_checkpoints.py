@@ -93,6 +93,14 @@ async def test_of_a_job_that_went_back_the_checkpoint_stays_that_it_resumes_from
     assert (old.exists(), void.exists()) == (True, False)
 
 
+async def test_what_a_job_has_left_is_not_kept_for_it(http: httpx.AsyncClient, job: str, tmp_path: Path):
+    """Also where there is nothing else: it goes on from its logs."""
+    void = write(tmp_path / "jobs", job, 20)
+    CheckpointStore(JobDir(tmp_path / "jobs" / job)).go_back(2, Position(1, 5))
+    assert (await http.delete(f"/v1/checkpoints/{job}/1/20")).status_code == 204
+    assert not void.exists()
+
+
 async def test_where_no_record_says_what_was_left_the_newest_name_stays(
     http: httpx.AsyncClient, job: str, tmp_path: Path
 ):

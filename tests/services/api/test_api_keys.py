@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from services.api.http.access import LOCAL, Access
 from services.api.http.audit import Audit
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.api.http.limits import RateLimit
+from services.api.http.streams import KeyEnded, _while_admitted
 from services.files.audit_log import AuditLog
 from services.files.data_dir import KeysDir
 from services.state.queue import Bus
@@ -202,6 +204,7 @@ async def test_a_revoked_key_and_one_that_has_expired_open_nothing(app: FastAPI,
 async def test_a_stream_ends_with_its_key_and_no_other_does(
     app: FastAPI, ring: KeyRing, store: Store, monkeypatch: pytest.MonkeyPatch, ends: str
 ):
+    monkeypatch.setattr("services.api.http.streams.LOOK_S", 0.0)
     made = await make(app, owner="alice", days="1")
     job = (await ask(app, "POST", "/v1/jobs", made["key"], json=SPEC)).json()["id"]
     stream = {"headers": {"Accept": "text/event-stream"}}
@@ -220,6 +223,23 @@ async def test_a_stream_ends_with_its_key_and_no_other_does(
         assert "said later" not in (await cut).text
         await store.jobs.set_desired_state(job, "cancelled")
         assert "said later" in (await whole).text
+
+
+async def test_a_download_breaks_off_with_its_key_and_a_stream_of_events_ends(monkeypatch: pytest.MonkeyPatch):
+    """A shorter download must not look whole; clients open a stream of events again, and are told then."""
+    clock, answers = [0.0], iter([True, True, False])
+    monkeypatch.setattr("services.api.http.streams.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def pieces() -> AsyncIterator[int]:
+        for number in range(5):
+            clock[0] = number * 0.6
+            yield number
+
+    seen = [one async for one in _while_admitted(pieces(), lambda: next(answers), breaks_off=False)]
+    assert seen == [0, 1, 2, 3]  # looked at 0 s, 1.2 s and 2.4 s
+    answers = iter([True, False])
+    with pytest.raises(KeyEnded):
+        [one async for one in _while_admitted(pieces(), lambda: next(answers), breaks_off=True)]
 
 
 def test_the_first_key_ends_what_callers_without_one_have_open(ring: KeyRing):
