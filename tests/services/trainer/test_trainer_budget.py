@@ -109,6 +109,7 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         await store.versions.publish(job, token, manifest)
         await store.jobs.update_progress(job, token, 1, version)
         await store.metrics.add(job, 1, {"reward/mean": 1.0}, token=token)
+        await store.jobs.change_settings(job, 0, {"optimizer.lr": 1e-7}, {"optimizer.lr": 1e-7})  # after a fall
         await store.fleet.register_trainer(TrainerRecord(id="t"))
         await store.fleet.register_engine(EngineRecord(id="e"))
         assert await store.fleet.bind(job, token, "e")
