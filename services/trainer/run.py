@@ -165,6 +165,7 @@ class JobRun:
             services.intake,
             num_tasks[Split.EVAL],
             self._report_evaluation,
+            services.clock,
         )
         self._proven.schedule, self._proven.held_out = self._admission.schedule, evaluator.tasks
         try:
@@ -261,7 +262,7 @@ class JobRun:
             return
         await services.engines.wait_for(self._context.newest)
         await evaluator.finish()
-        await evaluator.play(self._lineage.step, self._context.newest.version)
+        await evaluator.play_last(self._lineage.step, self._context.newest.version)
 
     async def _close(self, learner: AnyLearner) -> None:
         self.phase.enter(Phase.CLOSING)

@@ -242,7 +242,7 @@ end)
 
 -- version of the settings that the caller has seen, all live settings as JSON, what changes as JSON, terminal states
 -- -> the version that holds now; said again it is the same one
-register("change_settings", {}, function(keys, args)
+register("change_settings", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local current, held = unpack(redis.call("HMGET", K.job, "status", "settings"))
   if not current then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from gspo_core.codec import NEWEST_SCHEMA
@@ -15,10 +16,14 @@ from services.state.away import OutOfMemory
 from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
-from services.trainer.groups.admission import reserved_bytes
+from services.trainer.groups.admission import RETRY_S, reserved_bytes
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
 from services.trainer.telling.failure import AlertKind
+
+# How long the last round waits for room: others free some meanwhile. What fills Redis may be groups of the job itself
+# that no step takes any more, and those stay until it is over.
+LAST_ROUND_WAITS_S = 600.0
 
 
 class Evaluator:
@@ -33,6 +38,7 @@ class Evaluator:
         intake: Intake,
         num_tasks: list[int],
         report: Callable[[int, Mapping[str, float]], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._claim = claim
         self._spec = spec
@@ -41,19 +47,26 @@ class Evaluator:
         self._store = store
         self._intake = intake
         self._report = report
+        self._clock = clock
         self.tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
         self._round = 0
         self._pending: set[asyncio.Task[None]] = set()
 
     async def play(self, step: int, version: int) -> None:
         """Run one round and wait for its result."""
-        groups = await self._dispatch(step)
+        groups = await self._begin(step)
+        if groups:
+            await self._collect(groups, step, version)
+
+    async def play_last(self, step: int, version: int) -> None:
+        """Run the round of the last weights, for which it waits until there is room: it holds up no training."""
+        groups = await self._begin(step, waits_s=LAST_ROUND_WAITS_S)
         if groups:
             await self._collect(groups, step, version)
 
     async def start(self, step: int, version: int) -> bool:
         """Start one round alongside training and report its result once complete; return whether one was started."""
-        groups = await self._dispatch(step)
+        groups = await self._begin(step)
         if groups:
             self._pending.add(asyncio.create_task(self._collect(groups, step, version)))
         return bool(groups)
@@ -67,9 +80,30 @@ class Evaluator:
         for task in self._pending:
             task.cancel()
 
+    async def _begin(self, step: int, waits_s: float = 0.0) -> list[int]:
+        """Return the groups of a new round; none where Redis has no room for all of them for ``waits_s``. Training
+        frees memory, and a round that waited for room before it would hold it up for ever."""
+        until, is_told = self._clock() + waits_s, False
+        while True:
+            try:
+                groups = await self._dispatch(step)
+            except OutOfMemory as error:
+                is_left_out = self._clock() >= until
+                if is_left_out or not is_told:
+                    what = "is left out" if is_left_out else "waits for some"
+                    message = f"Redis has no room for the evaluation of step {step}: it {what} ({error})"
+                    await self._alert(step, "redis_full", message)
+                if is_left_out:
+                    return []
+                is_told = True
+                await asyncio.sleep(RETRY_S)
+            else:
+                if is_told:
+                    await self._alert(step, "redis_has_room", f"the evaluation of step {step} was started")
+                return groups
+
     async def _dispatch(self, step: int) -> list[int]:
-        """Return the groups of a new round; none where Redis has no room for all of them. Training frees memory, and a
-        round that waited for room would hold it up for ever."""
+        """Return the groups of a new round. Where there is no room for all of them, none of them stays."""
         if self._settings is None or not self.tasks:
             return []
         epoch, count = self._claim.epoch, len(self.tasks)
@@ -88,17 +122,12 @@ class Evaluator:
                     bytes_per_episode=reserved_bytes(self._spec, task.environment),
                     reads=NEWEST_SCHEMA,
                 )
-            except OutOfMemory as error:
-                await self._leave_out(groups[:position], step, error)
-                return []
+            except OutOfMemory:
+                begun = groups[:position]
+                await self._bus.commit(self._claim.job_id, self._claim.token, step, begun, reason="dropped_redis_full")
+                self._intake.forget(begun)
+                raise
         return groups
-
-    async def _leave_out(self, begun: list[int], step: int, error: OutOfMemory) -> None:
-        await self._bus.commit(self._claim.job_id, self._claim.token, step, begun, reason="dropped_redis_full")
-        self._intake.forget(begun)
-        await self._alert(
-            step, "redis_full", f"Redis has no room for the evaluation of step {step}: it is left out ({error})"
-        )
 
     async def _collect(self, numbers: list[int], step: int, version: int) -> None:
         groups = await self._played(numbers, step)

@@ -18,7 +18,7 @@ from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
-from services.trainer.groups.evaluation import Evaluator
+from services.trainer.groups.evaluation import LAST_ROUND_WAITS_S, Evaluator
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.run_context import Services
 from services.trainer.groups.tasks import TaskSchedule
@@ -27,6 +27,7 @@ from services.trainer.telling.best_evaluation import MEAN
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import a_loop, after_each_step, loop_spec, serve
+from tests.services.trainer.trainer_kit import stop
 
 CONTEXT_TOKENS = 100
 EVIDENCE_BYTES = 300
@@ -109,6 +110,7 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         await store.versions.publish(job, token, manifest)
         await store.jobs.update_progress(job, token, 1, version)
         await store.metrics.add(job, 1, {"reward/mean": 1.0}, token=token)
+        await store.jobs.change_settings(job, 0, {"optimizer.lr": 1e-7}, {"optimizer.lr": 1e-7})  # after a fall
         await store.fleet.register_trainer(TrainerRecord(id="t"))
         await store.fleet.register_engine(EngineRecord(id="e"))
         assert await store.fleet.bind(job, token, "e")
@@ -168,16 +170,20 @@ async def test_an_evaluation_for_which_a_full_server_has_no_room_is_left_out(
 async def test_a_job_takes_its_steps_although_redis_is_full_where_it_is_evaluated(
     redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next trainer finds the server full, and in the queue all that two steps need."""
+    """Its next trainer finds the server full, and in the queue all that two steps need. The server is full again, for a
+    moment, where the last weights are evaluated."""
     spec = loop_spec(
         write_model(tmp_path / "model"),
         rollout={"group_size": 3, "max_staleness": 2},
         evaluation={"tasks": 1, "every": 1},
     )
+    monkeypatch.setattr("services.trainer.groups.evaluation.RETRY_S", 0.05)
     original, full, hooks = Bus.dispatch, asyncio.Event(), after_each_step(monkeypatch)
+    full_for_a_moment = asyncio.Event()
 
     async def dispatch(self: Bus, *args: Any, **more: Any) -> bool:
-        if full.is_set():
+        if full.is_set() or full_for_a_moment.is_set():
+            full_for_a_moment.clear()
             raise OutOfMemory(AwayReason.OOM, "its memory is used up")
         return await original(self, *args, **more)
 
@@ -191,6 +197,8 @@ async def test_a_job_takes_its_steps_although_redis_is_full_where_it_is_evaluate
                 run.phase.leave()
             elif step == 3:
                 full.clear()
+            elif step == spec.steps:
+                full_for_a_moment.set()
 
         hooks.append(fill)
         await serve(loop)
@@ -198,8 +206,60 @@ async def test_a_job_takes_its_steps_although_redis_is_full_where_it_is_evaluate
         alerts = [event.data for event in await loop.store.events.read(loop.job) if event.type == "alert"]
         metrics = {row["step"]: row for row in await loop.store.metrics.read(loop.job)}
     assert (job.step, [one.code for one in job.attempts]) == (spec.steps, ["handed_over", "steps_done"])
-    assert [alert["step"] for alert in alerts if alert["kind"] == "redis_full"] == [2, 3]
+    assert [alert["step"] for alert in alerts if alert["kind"] == "redis_full"] == [2, 3, spec.steps]
     assert (MEAN in metrics[3], MEAN in metrics[spec.steps]) == (False, True)
+
+
+async def test_the_last_evaluation_waits_for_room(
+    bus: Bus, store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is trained after it, and no other round would say how good the job's last weights are."""
+    monkeypatch.setattr("services.trainer.groups.evaluation.RETRY_S", 0.01)
+    original, refused = bus.dispatch, list[int]()
+
+    async def dispatch(job: str, token: str, group: int, **more: Any) -> bool:
+        if len(refused) < 3 and await bus.open_groups(job):  # there is room for one group of each round
+            refused.append(group)
+            raise OutOfMemory(AwayReason.OOM, "its memory is used up")
+        return await original(job, token, group, **more)
+
+    monkeypatch.setattr(bus, "dispatch", dispatch)
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"evaluation": {"tasks": 2, "every": 1}})
+    evaluator = Evaluator(claim, spec, bus, store, Intake(bus, claim.job_id), [2], cast(Any, None))
+    playing = asyncio.create_task(evaluator.play_last(100, 1))
+    async with asyncio.timeout(HANG_S):
+        while len(await bus.open_groups(claim.job_id)) < 2:
+            assert not playing.done(), playing.result()
+            await asyncio.sleep(0.01)
+    await stop(playing)
+    assert len(set(refused)) == 3
+    assert (await bus.counters(claim.job_id))["dropped_redis_full"] == 3
+    alerts = [event.data for event in await store.events.read(claim.job_id) if event.type == "alert"]
+    assert [(alert["kind"], alert["step"]) for alert in alerts] == [("redis_full", 100), ("redis_has_room", 100)]
+
+
+async def test_the_last_evaluation_waits_no_longer_than_others_may_take_to_free_some(
+    bus: Bus, store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job itself may fill the server, with groups that no step takes any more."""
+    monkeypatch.setattr("services.trainer.groups.evaluation.RETRY_S", 0.0)
+
+    async def dispatch(*_: Any, **__: Any) -> bool:
+        raise OutOfMemory(AwayReason.OOM, "its memory is used up")
+
+    monkeypatch.setattr(bus, "dispatch", dispatch)
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"evaluation": {"tasks": 2, "every": 1}})
+    times = iter((0.0, 1.0, LAST_ROUND_WAITS_S - 1, LAST_ROUND_WAITS_S))
+    intake = Intake(bus, claim.job_id)
+    evaluator = Evaluator(claim, spec, bus, store, intake, [2], cast(Any, None), lambda: next(times))
+    async with asyncio.timeout(HANG_S):
+        await evaluator.play_last(100, 1)
+    assert next(times, None) is None
+    alerts = [event.data for event in await store.events.read(claim.job_id) if event.type == "alert"]
+    assert [alert["message"].split(": ")[1].split(" (")[0] for alert in alerts] == [
+        "it waits for some",
+        "it is left out",
+    ]
 
 
 async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:
