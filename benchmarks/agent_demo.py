@@ -73,6 +73,11 @@ The machine's own speed changed by up to twice between them (the same model took
 trainer do the same in both runs, and the agent's run took 6 to 12 % less CPU for them where it is within 1.5, and 4 and
 15 % more in the two that are not.
 
+The five at 6c77b73309 were run after each episode had come to have a client of its own: threads that share one wait for
+the lock of its connections, and it looks at each of them for every request. The agent computes a tenth less so (27.0
+and 24.5 s, one run each). Training took 1.34 to 1.52 times as long, all 1.24 to 1.37 times. During the last two seeds
+tests were run on the machine beside them; the one that is beyond 1.5 is the last.
+
 ## Where the time goes
 
 Seconds of CPU in each process, mean of these runs:
