@@ -90,10 +90,11 @@ def policy_loss(
     with torch.autocast(policy_logprobs_BT.device.type, enabled=False):
         pool = make_pool(config, inputs)
         weights = make_weights(config, inputs, bounds)
-        context = LossContext(config, inputs, pool, weights.kept_BT)
+        live_BT = weights.kept_BT & (inputs.advantages_BT != 0)
+        context = LossContext(config, inputs, pool, live_BT)
         terms = LOSSES[config.loss](context)
         scale_BT = _scale(config, inputs, num_sequences, num_tokens)
-        signal_BT = torch.where(context.live_BT, scale_BT * weights.weights_BT * terms.loss_BT, 0.0)
+        signal_BT = torch.where(live_BT, scale_BT * weights.weights_BT * terms.loss_BT, 0.0)
         policy_part = signal_BT.sum()
         kl_BT = scale_BT * _kl_to_reference(context) if config.kl_coef else torch.zeros_like(signal_BT)
         kl_part = kl_BT.sum()

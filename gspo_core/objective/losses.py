@@ -43,17 +43,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class LossContext:
-    """The inputs of a loss function. `kept_BT`: trained, and withheld by no gate."""
+    """The inputs of a loss function. `live_BT`: trained, kept, advantage not 0; elsewhere no gradient flows."""
 
     config: ObjectiveConfig
     inputs: Inputs
     pool: Pool
-    kept_BT: Tensor
-
-    @property
-    def live_BT(self) -> Tensor:
-        """Kept, advantage not 0; the loss of no other token counts."""
-        return self.kept_BT & (self.inputs.advantages_BT != 0)
+    live_BT: Tensor
 
     @property
     def anchor_BT(self) -> Tensor:
@@ -63,11 +58,6 @@ class LossContext:
     def delta_BT(self) -> Tensor:
         """Log ratio of each token to the anchor, with gradient."""
         return self.inputs.policy_BT - self.anchor_BT
-
-    @property
-    def pooled_delta_BT(self) -> Tensor:
-        """The same as part of its unit's mean: what a gate withheld has its share in the value, and no gradient."""
-        return torch.where(self.kept_BT, self.delta_BT, self.delta_BT.detach())
 
     def ratio_BT(self, log_ratio_BT: Tensor, where_BT: Tensor) -> Tensor:
         """exp of the clamped log ratio at `where_BT`; elsewhere 1 without gradient, to avoid overflow."""
@@ -90,7 +80,7 @@ def clip_loss(context: LossContext) -> Terms:
     """PPO's pessimistic clip on a sequence ratio (GSPO), a turn ratio or a token ratio (GRPO, PPO)."""
     config, inputs, pool = context.config, context.inputs, context.pool
     advantages_BT = inputs.advantages_BT
-    log_ratio_N = pool.mean_N(context.pooled_delta_BT)
+    log_ratio_N = pool.mean_N(context.delta_BT)
     low_BT, high_BT = _clip_widths(config, pool, inputs)
     positive_BT, negative_BT = advantages_BT > 0, advantages_BT < 0
     # In logarithms: float32 resolves a log ratio of 4e-4 to 1e-11, but a ratio of 1.0004 only to 1e-7.
@@ -150,7 +140,7 @@ def band_width(band: Band, lengths_N: Tensor, dtype: torch.dtype) -> Tensor:
 def sapo_loss(context: LossContext) -> Terms:
     """A smooth gate in place of the clip: (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage."""
     config, inputs, pool = context.config, context.inputs, context.pool
-    log_ratio_N = pool.mean_N(context.pooled_delta_BT)
+    log_ratio_N = pool.mean_N(context.delta_BT)
     ratio_BT = context.ratio_BT(token_log_ratio(config, inputs, pool, log_ratio_N), context.live_BT)
     positive_BT = (inputs.advantages_BT > 0).to(ratio_BT.dtype)
     tau_BT = positive_BT * config.sapo_tau_positive + (1 - positive_BT) * config.sapo_tau_negative
@@ -163,7 +153,7 @@ def gmpo_loss(context: LossContext) -> Terms:
     """The geometric mean of token ratios, each clipped in log space before it enters the mean."""
     config, inputs, pool = context.config, context.inputs, context.pool
     bound = config.gmpo_clip
-    delta_BT = context.pooled_delta_BT
+    delta_BT = context.delta_BT
     positive_BT, negative_BT = inputs.advantages_BT > 0, inputs.advantages_BT < 0
     detached_BT = delta_BT.detach()
     clipped_BT = (positive_BT & (detached_BT > bound)) | (negative_BT & (detached_BT < -bound))

@@ -83,31 +83,6 @@ def test_the_pull_to_the_reference_obeys_no_gate(keys: dict[str, Any]) -> None:
     assert (both[0] - pull).abs().min() > 0.1
 
 
-@pytest.mark.parametrize("gate", [{"staleness_cap": 0}, {"correction": "icepop", "correction_max": 2.0}])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {"loss": "clip", "clip": 0.5},
-        {"loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.0},
-        {"loss": "gmpo", "gradient": "per_token", "gmpo_clip": 0.4},
-    ],
-)
-def test_a_token_that_a_gate_withheld_has_no_gradient_through_the_mean_of_its_sequence(
-    gate: dict[str, Any], loss: dict[str, Any]
-) -> None:
-    """It counts in the mean that all are weighed by, and those that are left have the gradient that they had."""
-    config = ObjectiveConfig(**{**OFF, "gradient": "shared", "advantage_reduction": "mean", **gate, **loss})
-    withheld = torch.tensor([[False, True, False], [False, False, True]])
-    behavior = torch.where(withheld & ("correction" in gate), LEVEL - 2.0, LEVEL)
-    policy = (LEVEL + torch.tensor([0.1, 0.05, -0.2], dtype=torch.float64)).requires_grad_()
-    policy_loss(config, policy, MASK, ADVANTAGES, LEVEL, behavior, staleness_BT=withheld.long() * 10)[0].backward()
-    assert policy.grad is not None
-    ratio = math.exp((0.1 + 0.05 - 0.2) / 3)
-    slope = 1 / math.cosh((ratio - 1) / 2) ** 2 if loss["loss"] == "sapo" else 1.0
-    each = -ADVANTAGES.unsqueeze(-1) * ratio * slope * 2 / 3 / 3 / 2
-    torch.testing.assert_close(policy.grad, torch.where(withheld, 0.0, each.expand(2, 3)))
-
-
 def weights(config: ObjectiveConfig, mismatch: Tensor, mask: Tensor) -> Tensor:
     inputs = prepare(config, LEVEL, mask, ADVANTAGES, LEVEL + mismatch, LEVEL, None, None, None, None)
     return make_weights(config, inputs).weights_BT
