@@ -92,7 +92,8 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     async def play(_: Evaluator, step: int, version: int) -> None:
         played.append(step)
 
-    monkeypatch.setattr(Evaluator, "play", play)
+    for name in ("play", "play_last"):
+        monkeypatch.setattr(Evaluator, name, play)
     run = run_of(heir, store, bus, job_dir, model_dir)
     await run.run()
     newest = checkpoints.newest_first()[0]
