@@ -78,6 +78,12 @@ the lock of its connections, and it looks at each of them for every request. The
 and 24.5 s, one run each). Training took 1.34 to 1.52 times as long, all 1.24 to 1.37 times. During the last two seeds
 tests were run on the machine beside them; the one that is beyond 1.5 is the last.
 
+The five at d123863c75 had the machine for themselves. Training took 1.42 to 1.54 times as long, all 1.30 to 1.39 times.
+Seed 52980 is beyond 1.5 and below 90 % (92.5 and 87.0 %; the environment's own runs 93.0 and 89.5 %): its model begins
+with 28 %, and wrong turns are what an episode takes longer for. The agent was also tried as coroutines of one thread,
+with `AsyncOpenAI`: it computed 31.1 s where its engine took 28.7, and 25.2 s in threads where that took 26.8 (one run
+each, other work beside), so it stays in threads.
+
 ## Where the time goes
 
 Seconds of CPU in each process, mean of these runs:
@@ -90,10 +96,11 @@ CPU, of which the agent computed 53 and 51 s and its gateway 35; 95.0, 97.0 and 
 of what the agent computed was the package's look at the types of the messages that it sends, and no part of the
 gateway stood out.
 
-The `openai` package computes 2.6 ms for each request (5.3 ms an episode, measured alone on a core): the agent's share
-is the package. An HTTP client costs 22 ms when it is made, because certificates are read: a function
-(`examples/agent/agent.py`, seed 0) that made one for each episode trained for 186 s and computed 152 s in gateway and
-hosts; with one for all it trained for 109 s and computed 46 s there, 140 s in all (load 12.1 / 10.4), to 96.5 %.
+The `openai` package computes 2.6 ms for each request (5.3 ms an episode, measured alone on a core; 1.9 ms and 3.8 ms
+on the machine of d123863c75, over a socket to answers that are ready): the agent's share is the package. An HTTP client
+costs 22 ms when it is made, because certificates are read: a function (`examples/agent/agent.py`, seed 0) that made one
+for each episode trained for 186 s and computed 152 s in gateway and hosts; with one for all it trained for 109 s and
+computed 46 s there, 140 s in all (load 12.1 / 10.4), to 96.5 %.
 """
 READY_S = 30.0
 TIMES = ("training_s", "wall_s", "cpu_s")
