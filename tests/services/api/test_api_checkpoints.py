@@ -93,6 +93,14 @@ async def test_of_a_job_that_went_back_the_checkpoint_stays_that_it_resumes_from
     assert (old.exists(), void.exists()) == (True, False)
 
 
+async def test_the_list_of_checkpoints_looks_at_no_logs(http: httpx.AsyncClient, job: str, tmp_path: Path):
+    """There may be a million of them; here their folder is one that cannot be listed."""
+    write(tmp_path / "jobs", job, 20)
+    JobDir(tmp_path / "jobs" / job).batches.write_text("no folder")
+    listed = await http.get(f"/v1/jobs/{job}/checkpoints")
+    assert [one["id"] for one in listed.json()["data"]] == [f"{job}/1/20"]
+
+
 async def test_what_a_job_has_left_is_not_kept_for_it(http: httpx.AsyncClient, job: str, tmp_path: Path):
     """Also where there is nothing else: it goes on from its logs."""
     void = write(tmp_path / "jobs", job, 20)

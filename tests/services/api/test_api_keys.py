@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from services.api.http.access import LOCAL, Access
 from services.api.http.audit import Audit
 from services.api.http.key_ring import SCOPES, KeyRing
 from services.api.http.limits import RateLimit
-from services.api.http.streams import KeyEnded, _while_admitted
+from services.api.http.streams import EVENTS, BoundedStream, KeyEnded
+from services.api.routes.episodes import NDJSON
 from services.files.audit_log import AuditLog
 from services.files.data_dir import KeysDir
 from services.state.queue import Bus
@@ -225,21 +227,33 @@ async def test_a_stream_ends_with_its_key_and_no_other_does(
         assert "said later" in (await whole).text
 
 
-async def test_a_download_breaks_off_with_its_key_and_a_stream_of_events_ends(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("media_type", "breaks_off"), [(NDJSON, True), (EVENTS, False)])
+async def test_a_download_breaks_off_with_its_key_and_a_stream_of_events_ends(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, media_type: str, breaks_off: bool
+):
     """A shorter download must not look whole; clients open a stream of events again, and are told then."""
     clock, answers = [0.0], iter([True, True, False])
     monkeypatch.setattr("services.api.http.streams.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    sent: list[dict[str, Any]] = []
 
-    async def pieces() -> AsyncIterator[int]:
+    async def pieces() -> AsyncIterator[str]:
         for number in range(5):
             clock[0] = number * 0.6
-            yield number
+            yield str(number)
 
-    seen = [one async for one in _while_admitted(pieces(), lambda: next(answers), breaks_off=False)]
-    assert seen == [0, 1, 2, 3]  # looked at 0 s, 1.2 s and 2.4 s
-    answers = iter([True, False])
-    with pytest.raises(KeyEnded):
-        [one async for one in _while_admitted(pieces(), lambda: next(answers), breaks_off=True)]
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    async def never() -> dict[str, Any]:
+        raise AssertionError("nobody asks for what a caller sends")
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "app": app, "caller": LOCAL}
+    answer = BoundedStream(pieces(), media_type=media_type)
+    with pytest.raises(KeyEnded) if breaks_off else contextlib.nullcontext():
+        await answer({**scope, "is_admitted": lambda: next(answers)}, never, send)
+    # Looked at 0 s, 1.2 s and 2.4 s.
+    assert b"".join(message.get("body", b"") for message in sent) == b"0123"
+    assert sent[-1].get("more_body", False) is breaks_off
 
 
 def test_the_first_key_ends_what_callers_without_one_have_open(ring: KeyRing):
