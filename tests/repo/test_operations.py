@@ -116,6 +116,15 @@ def test_every_container_of_ours_is_hardened_and_bounded() -> None:
         assert wanted in redis
 
 
+def test_redis_reads_what_a_new_release_permits_its_users() -> None:
+    """At its start alone: a worker of the new release is refused its functions by one that goes on."""
+    needs = COMPOSE["services"]["redis"]["depends_on"]["secrets"]
+    assert needs == {"condition": "service_completed_successfully", "restart": True}
+    upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
+    said = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
+    assert sorted(said, key=upgrade.index) == list(said)
+
+
 def test_images_are_named_as_they_must_be() -> None:
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
