@@ -277,7 +277,7 @@ def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
                 raise CannotBeTyped(f"no pod mounts the secret {secret}")
         case ["scale", path] if "/" in path:
             yield path.partition("/")[0], path.partition("/")[2]
-        case ["delete", "pvc", *_] | ["delete", "job"] | ["wait", "pod"]:
+        case ["delete", "pvc", *_] | ["delete", "job" | "scaledobject"] | ["wait", "pod"]:
             return  # claims of a StatefulSet have names that the cluster makes
         case ["create", "job", _] | ["wait", _] | ["logs", _]:
             return  # a job that was made by hand

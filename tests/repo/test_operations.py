@@ -125,6 +125,12 @@ def test_redis_reads_what_a_new_release_permits_its_users() -> None:
     assert sorted(said, key=upgrade.index) == list(said)
 
 
+def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
+    """KEDA holds its least number of replicas also where somebody scaled to none."""
+    restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
+    assert restore.index("delete scaledobject --all") < restore.index("scale --replicas=0")
+
+
 def test_images_are_named_as_they_must_be() -> None:
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
