@@ -69,6 +69,7 @@ def owners(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         (("--profile", "observability"), {}, 0),
         (("--profile", "gpu"), {}, 2),
         (GPU, {}, 2),
+        (GPU[:2], {}, 2),
         ((*GPU, "--profile", "observability"), {}, 2),
         (GPU, {"TRAINER_DEVICES": "0,1", "SGLANG_DEVICES": "2,3", "SGLANG_TP": "2"}, 4),
         (GPU, {"TRAINER_DEVICES": "0,1,2,3,4,5,6", "SGLANG_DEVICES": "7"}, 8),

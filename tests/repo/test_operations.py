@@ -131,6 +131,13 @@ def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
     assert restore.index("delete scaledobject --all") < restore.index("scale --replicas=0")
 
 
+def test_the_variables_for_gpus_need_no_option_beside_them() -> None:
+    """So they can stand in `.env`, and every command of the page means the same containers."""
+    given = (ROOT / "deploy" / "gpu.env").read_text().splitlines()
+    (profile,) = {one for service in ("sglang", "trainer-gpu") for one in COMPOSE["services"][service]["profiles"]}
+    assert f"COMPOSE_PROFILES={profile}" in given
+
+
 def test_images_are_named_as_they_must_be() -> None:
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
