@@ -259,6 +259,13 @@ def test_manifests_give_every_process_the_settings_that_it_requires(name: str, s
         assert "log_level" in given, "the level of the installation does not reach it"
 
 
+@pytest.mark.parametrize("name", names(OURS))
+def test_what_is_set_for_a_cluster_reaches_whoever_reads_it(name: str, secrets: Mapping[str, set[str]]) -> None:
+    for container in [template["spec"]["containers"][0] for other, _, template in MANIFESTS if other == name]:
+        fixed = variables(configured(container)) | variables(stage(name).environment) | secrets.get(name, set())
+        assert "envFrom" in container or kind(name).reads <= fixed
+
+
 def test_what_must_be_alike_everywhere_is() -> None:
     for setting in ALIKE:
         variable = PREFIX + setting.upper()
