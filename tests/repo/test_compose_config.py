@@ -114,6 +114,18 @@ def test_counts_are_processes_and_settings_reach_those_that_read_them() -> None:
     assert "GSPO_JUDGE_KEYS" not in found["environments"]["environment"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "most", "bound_gib"),
+    [({}, "1gb", 2), ({"REDIS_MAXMEMORY": "4gb", "REDIS_MEMORY": "8g"}, "4gb", 8)],
+)
+def test_redis_may_hold_half_of_what_its_container_may_use(
+    variables: dict[str, str], most: str, bound_gib: int
+) -> None:
+    redis = services(**variables)["redis"]
+    assert f"--maxmemory {most}" in redis["command"]
+    assert int(redis["deploy"]["resources"]["limits"]["memory"]) == bound_gib * 2**30
+
+
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:
     plain, walled = (services(*files)["environments"] for files in ((), ("-f", "docker-compose.yml", "-f", WALL)))
     assert walled["environment"]["GSPO_ENV_TIER"] == "wall"
