@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / ".make" / "compose" / "usr" / "libexec" / "docker" / "cli-plugins" / "docker-compose"
 WALL = "deploy/wall.yml"
+OUTSIDE = "deploy/outside.yml"
 GPU = ("--env-file", "deploy/gpu.env", "--profile", "gpu")
 
 
@@ -124,6 +125,17 @@ def test_redis_may_hold_half_of_what_its_container_may_use(
     redis = services(**variables)["redis"]
     assert f"--maxmemory {most}" in redis["command"]
     assert int(redis["deploy"]["resources"]["limits"]["memory"]) == bound_gib * 2**30
+
+
+def test_a_way_out_of_the_host_is_beside_the_networks_that_were_there() -> None:
+    files = ("-f", "docker-compose.yml", "-f", OUTSIDE, *GPU)
+    plain, opened = services(*GPU), services(*files, WANDB_API_KEY="k")
+    changed = {name for name in plain if opened[name].get("networks") != plain[name].get("networks")}
+    assert changed == {"gateway", "rollout", "trainer", "trainer-gpu"}
+    for name in changed:
+        assert opened[name]["networks"].keys() == {*plain[name]["networks"], "outside"}
+    assert opened["trainer-gpu"]["environment"].items() > plain["trainer-gpu"]["environment"].items()
+    assert services(*files)["trainer"]["environment"]["WANDB_API_KEY"] is None, "set to nothing, it would be a key"
 
 
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:

@@ -65,6 +65,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
         "COMPOSE_VERIFIER",
         "COMPOSE_CHECK_FLAGS",
         "COMPOSE_FILE",
+        "WANDB_API_KEY",
     }
     refused = {name for name in told if f"${{{name}:+" in passed}
     assert refused == {"TRAINER_GPUS", "SGLANG_GPUS"}
@@ -136,6 +137,23 @@ def test_the_variables_for_gpus_need_no_option_beside_them() -> None:
     given = (ROOT / "deploy" / "gpu.env").read_text().splitlines()
     (profile,) = {one for service in ("sglang", "trainer-gpu") for one in COMPOSE["services"][service]["profiles"]}
     assert f"COMPOSE_PROFILES={profile}" in given
+
+
+def test_who_asks_somebody_outside_may_be_given_a_way_out_and_environments_are_not() -> None:
+    outside = yaml.safe_load((ROOT / "deploy" / "outside.yml").read_text())
+    assert outside["networks"] == {"outside": {}}
+    assert outside["services"].keys() == {"gateway", "rollout", "trainer", "trainer-gpu"}
+    assert all(service["networks"] == ["outside"] for service in outside["services"].values())
+
+
+def test_every_image_is_built_with_the_extras_that_are_asked_for() -> None:
+    """All with the same, so that they share the layer."""
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    (light,) = re.findall(r"^FROM \S+ AS light\n(.*?)^FROM ", dockerfile, re.MULTILINE | re.DOTALL)
+    assert "ARG EXTRAS=\nRUN for extra in $EXTRAS; do" in light
+    assert '-r "$extra.txt" || exit 1' in light
+    built = {name: service["build"] for name, service in COMPOSE["services"].items() if "build" in service}
+    assert {name for name, build in built.items() if build["args"] != {"EXTRAS": "${IMAGE_EXTRAS:-}"}} == set()
 
 
 def test_images_are_named_as_they_must_be() -> None:
