@@ -156,6 +156,17 @@ def test_every_image_is_built_with_the_extras_that_are_asked_for() -> None:
     assert {name for name, build in built.items() if build["args"] != {"EXTRAS": "${IMAGE_EXTRAS:-}"}} == set()
 
 
+def test_nobody_waits_for_a_pod_that_ends_or_applies_over_a_job() -> None:
+    """Pods of jobs are never ready again once they have ended, and what a Job runs cannot be changed."""
+    jobs = {"backup", "model-loader"}
+    waited = re.findall(r"wait --for=condition=Ready pod (.*) --timeout", PAGE)
+    assert waited
+    for selector in waited:
+        assert set(re.findall(r"notin \((.*)\)", selector)[0].split(", ")) == jobs
+    upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
+    assert "`kubectl -n gspo delete job model-loader`" in upgrade
+
+
 def test_images_are_named_as_they_must_be() -> None:
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     bases = set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE))
