@@ -323,6 +323,15 @@ def test_no_gpu_is_given_to_the_engine_and_the_trainer(env_file: str | None) -> 
     assert "--nproc-per-node=gpu" in SERVICES["trainer-gpu"]["command"], "a process for each GPU"
 
 
+def test_ranks_of_one_container_have_shared_memory_to_meet_in() -> None:
+    for name in ("sglang", "trainer-gpu"):
+        assert SERVICES[name]["shm_size"] == "16g", "Docker gives 64 MB, and NCCL ends where they are full"
+    several = [pod["spec"] for name, owner, pod in MANIFESTS if name == "sglang" or owner["kind"] == "JobSet"]
+    assert len(several) == 2
+    for pod in several:
+        assert "/dev/shm" in {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+
+
 def test_no_image_trains_while_it_is_built() -> None:
     assert not re.search(r"^RUN .*examples\.demo", DOCKERFILE, re.MULTILINE)
     (model,) = [one for one in SERVICES.values() if "examples.demo.model" in str(one.get("entrypoint"))]
