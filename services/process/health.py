@@ -2,9 +2,9 @@
 
 Rule: alive means that the process exists and its event loop turns, and nothing else: a Redis that is away must not
 restart a whole fleet. A file of an earlier process (its volume outlives it) counts for nothing, nor does a change of
-the wall clock: both sides read the monotonic clock. ``python -m services.process.health FILE`` is the probe: alive;
-with ``--ready``, also ready and not about to leave. It runs every few seconds in every container, so it imports nothing
-of ours.
+the wall clock or a machine that slept: both sides read the time since its boot. ``python -m services.process.health
+FILE`` is the probe: alive; with ``--ready``, also ready and not about to leave. It runs every few seconds in every
+container, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Health:
         who = {"pid": os.getpid(), "born": born(os.getpid())}
         while True:
             ready = self.is_ready and not self._stop.is_set()
-            beside.write_text(json.dumps({"at": time.monotonic(), "ready": ready, **who}))
+            beside.write_text(json.dumps({"at": since_boot(), "ready": ready, **who}))
             beside.replace(path)
             if self._stop.is_set():
                 await asyncio.sleep(TOUCH_S)
@@ -80,6 +80,11 @@ def examine(path: Path, *, ready: bool, now: float) -> str | None:
     return None
 
 
+def since_boot() -> float:
+    """Seconds as /proc/uptime counts them, also while the machine sleeps. macOS has no such clock, and no /proc."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def born(pid: int) -> str | None:
     """The start of the process on the kernel's clock, which tells it from a later process with the same id. None if
     there is no such process, or no way to know."""
@@ -96,7 +101,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="its GSPO_HEALTH_FILE")
     parser.add_argument("--ready", action="store_true", help="also require it to be ready and not shutting down")
     arguments = parser.parse_args()
-    problem = examine(arguments.file, ready=arguments.ready, now=time.monotonic())
+    problem = examine(arguments.file, ready=arguments.ready, now=since_boot())
     if problem is not None:
         print(problem, file=sys.stderr)
         return 1

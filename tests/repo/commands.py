@@ -38,7 +38,7 @@ COMPOSE_FLAGS = {
     "ps": set(),
 }
 KUBECTL_FLAGS = {
-    *("-n=", "-f=", "-k=", "-l=", "-i", "--from-file="),
+    *("-n=", "-f=", "-k=", "-l=", "-i", "-o=", "--dry-run=", "--from-file="),
     *("--all", "--container=", "--for=", "--from=", "--replicas=", "--selector=", "--timeout="),
 }
 TORCHRUN_FLAGS = {"--nproc-per-node=", "--no-python", "--max-restarts=", "--shutdown-timeout=", "-m"}
@@ -255,7 +255,7 @@ def _kubectl(words: list[str], whole: bool) -> None:
     if "--from" in given and tuple(given["--from"].split("/")) not in objects():
         raise CannotBeTyped(f"the manifests have no {given['--from']}")
     for flag in ("-f", "-k"):
-        if flag in given and not (ROOT / given[flag]).exists():
+        if given.get(flag, "-") != "-" and not (ROOT / given[flag]).exists():
             raise CannotBeTyped(f"there is no {given[flag]}")
     if inside and "..." not in inside:
         judge(inside, whole=whole)
@@ -266,7 +266,7 @@ def _kubectl(words: list[str], whole: bool) -> None:
 
 def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
     match words:
-        case ["apply"] | ["rollout", "restart"] | ["exec" | "port-forward" | "scale"]:
+        case ["apply"] | ["rollout", "restart" | "status"] | ["exec" | "port-forward" | "scale"]:
             return
         case ["create", "secret", "generic", secret]:
             role = secret.removeprefix("gspo-")
@@ -277,7 +277,7 @@ def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
                 raise CannotBeTyped(f"no pod mounts the secret {secret}")
         case ["scale", path] if "/" in path:
             yield path.partition("/")[0], path.partition("/")[2]
-        case ["delete", "pvc", *_] | ["delete", "job"] | ["wait", "pod"]:
+        case ["delete", "pvc", *_] | ["delete", "job" | "scaledobject"] | ["wait", "pod"]:
             return  # claims of a StatefulSet have names that the cluster makes
         case ["create", "job", _] | ["wait", _] | ["logs", _]:
             return  # a job that was made by hand
@@ -285,7 +285,7 @@ def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((kind, one) for one in some)
         case ["delete", kind, one]:
             yield kind, one
-        case ["exec", path] | ["port-forward", path, _] | ["rollout", "restart", path]:
+        case ["exec", path] | ["port-forward", path, _] | ["rollout", "restart" | "status", path]:
             kind, _, one = path.partition("/")
             yield kind, one
         case _:

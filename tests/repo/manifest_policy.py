@@ -70,7 +70,7 @@ def problems(objects: Sequence[Object], metrics: set[str]) -> list[str]:
     """``metrics``: the names that the code exports."""
     rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
         _identity, _pods, _images, _selectors, _references, _resources,
-        _probes, _runs, _disruption, _networks, _walls, _ways_out, _doors, _redis, _gangs, _engines,
+        _probes, _runs, _disruption, _networks, _walls, _ways_out, _doors, _redis, _gangs, _engines, _keys,
     ]  # fmt: skip
     found = [problem for rule in rules for problem in rule(objects)]
     for one in objects:
@@ -501,6 +501,16 @@ def _engines(objects: Sequence[Object]) -> Iterator[str]:
         yield from (f"{url} is an engine that nobody lists" for url in sorted(needed - {*named, *announced}))
         if scaled and not announced:
             yield "engines are scaled and nobody announces them"
+
+
+def _keys(objects: Sequence[Object]) -> Iterator[str]:
+    """SGLang changes its weights for whoever asks, unless the file of its keys says otherwise."""
+    for name, _, template in workloads(objects):
+        for container in containers(template):
+            mounted = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
+            asks = "--config=/secrets/sglang.yaml" in container.get("args", ()) and "/secrets" in mounted
+            if "sglang.launch_server" in container.get("command", ()) and not asks:
+                yield f"{name} asks for no key"
 
 
 def _scales(scaler: Object, owner: Object) -> bool:

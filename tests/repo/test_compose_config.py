@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / ".make" / "compose" / "usr" / "libexec" / "docker" / "cli-plugins" / "docker-compose"
 WALL = "deploy/wall.yml"
+OUTSIDE = "deploy/outside.yml"
 GPU = ("--env-file", "deploy/gpu.env", "--profile", "gpu")
 
 
@@ -69,6 +70,7 @@ def owners(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         (("--profile", "observability"), {}, 0),
         (("--profile", "gpu"), {}, 2),
         (GPU, {}, 2),
+        (GPU[:2], {}, 2),
         ((*GPU, "--profile", "observability"), {}, 2),
         (GPU, {"TRAINER_DEVICES": "0,1", "SGLANG_DEVICES": "2,3", "SGLANG_TP": "2"}, 4),
         (GPU, {"TRAINER_DEVICES": "0,1,2,3,4,5,6", "SGLANG_DEVICES": "7"}, 8),
@@ -111,6 +113,29 @@ def test_counts_are_processes_and_settings_reach_those_that_read_them() -> None:
     assert found["environments"]["environment"]["GSPO_ENV_TIER"] == "process"
     assert found["gateway"]["environment"]["GSPO_JUDGE_KEYS"] == "a@b=c"
     assert "GSPO_JUDGE_KEYS" not in found["environments"]["environment"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "most", "bound_gib"),
+    [({}, "1gb", 2), ({"REDIS_MAXMEMORY": "4gb", "REDIS_MEMORY": "8g"}, "4gb", 8)],
+)
+def test_redis_may_hold_half_of_what_its_container_may_use(
+    variables: dict[str, str], most: str, bound_gib: int
+) -> None:
+    redis = services(**variables)["redis"]
+    assert f"--maxmemory {most}" in redis["command"]
+    assert int(redis["deploy"]["resources"]["limits"]["memory"]) == bound_gib * 2**30
+
+
+def test_a_way_out_of_the_host_is_beside_the_networks_that_were_there() -> None:
+    files = ("-f", "docker-compose.yml", "-f", OUTSIDE, *GPU)
+    plain, opened = services(*GPU), services(*files, WANDB_API_KEY="k")
+    changed = {name for name in plain if opened[name].get("networks") != plain[name].get("networks")}
+    assert changed == {"gateway", "rollout", "trainer", "trainer-gpu"}
+    for name in changed:
+        assert opened[name]["networks"].keys() == {*plain[name]["networks"], "outside"}
+    assert opened["trainer-gpu"]["environment"].items() > plain["trainer-gpu"]["environment"].items()
+    assert services(*files)["trainer"]["environment"]["WANDB_API_KEY"] is None, "set to nothing, it would be a key"
 
 
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:

@@ -251,6 +251,15 @@ def _restart(objects: list[Any]) -> None:
     of(objects, "LeaderWorkerSet", "engine")["spec"]["leaderWorkerTemplate"].pop("restartPolicy")
 
 
+def _open_to_all(objects: list[Any]) -> None:
+    first(objects, "engine")["args"].remove("--config=/secrets/sglang.yaml")
+
+
+def _member_without_secrets(objects: list[Any]) -> None:
+    mounts = first(objects, "engine member")["volumeMounts"]
+    mounts[:] = [one for one in mounts if one["name"] != "secrets"]
+
+
 def _env(objects: list[Any]) -> None:
     first(objects, "rollout")["env"].append({"name": "GSPO_NO_SUCH_SETTING", "value": "1"})
 
@@ -306,6 +315,8 @@ def test_the_policy_bites(mutation: str) -> None:
         (_one_pod_anew, "is taken away"),
         (_restart, "hangs"),
         (_half_of_rdma, "limits of devices differ"),
+        (_open_to_all, "engine asks for no key"),
+        (_member_without_secrets, "engine member asks for no key"),
     ],
 )
 def test_the_policy_bites_on_gangs(change: Callable[[list[Any]], object], problem: str) -> None:

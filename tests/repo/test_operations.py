@@ -56,7 +56,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
     before_settings = PAGE[: PAGE.index("## Settings")]
     passed = (ROOT / "docker-compose.yml").read_text() + (ROOT / "deploy" / "gpu.env").read_text()
     told = set(re.findall(r"`(?:[A-Z_=0-9]+ )*([A-Z]+_[A-Z_]+)(?:=[^`]*)?`", before_settings))
-    assert {"GSPO_REDIS_BYTES_PER_JOB", "GSPO_MODELS", "REDIS_MAXMEMORY"} <= told
+    assert {"GSPO_REDIS_BYTES_PER_JOB", "GSPO_MODELS", "REDIS_MAXMEMORY", "REDIS_MEMORY"} <= told
     elsewhere = {
         "AWS_ACCESS_KEY_ID",
         "AWS_ENDPOINT_URL",
@@ -65,6 +65,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
         "COMPOSE_VERIFIER",
         "COMPOSE_CHECK_FLAGS",
         "COMPOSE_FILE",
+        "WANDB_API_KEY",
     }
     refused = {name for name in told if f"${{{name}:+" in passed}
     assert refused == {"TRAINER_GPUS", "SGLANG_GPUS"}
@@ -114,6 +115,56 @@ def test_every_container_of_ours_is_hardened_and_bounded() -> None:
     redis = " ".join(COMPOSE["services"]["redis"]["command"])
     for wanted in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction", "--aclfile"):
         assert wanted in redis
+
+
+def test_redis_reads_what_a_new_release_permits_its_users() -> None:
+    """At its start alone: a worker of the new release is refused its functions by one that goes on."""
+    needs = COMPOSE["services"]["redis"]["depends_on"]["secrets"]
+    assert needs == {"condition": "service_completed_successfully", "restart": True}
+    upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
+    said = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
+    assert sorted(said, key=upgrade.index) == list(said)
+
+
+def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
+    """KEDA holds its least number of replicas also where somebody scaled to none."""
+    restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
+    assert restore.index("delete scaledobject --all") < restore.index("scale --replicas=0")
+
+
+def test_the_variables_for_gpus_need_no_option_beside_them() -> None:
+    """So they can stand in `.env`, and every command of the page means the same containers."""
+    given = (ROOT / "deploy" / "gpu.env").read_text().splitlines()
+    (profile,) = {one for service in ("sglang", "trainer-gpu") for one in COMPOSE["services"][service]["profiles"]}
+    assert f"COMPOSE_PROFILES={profile}" in given
+
+
+def test_who_asks_somebody_outside_may_be_given_a_way_out_and_environments_are_not() -> None:
+    outside = yaml.safe_load((ROOT / "deploy" / "outside.yml").read_text())
+    assert outside["networks"] == {"outside": {}}
+    assert outside["services"].keys() == {"gateway", "rollout", "trainer", "trainer-gpu"}
+    assert all(service["networks"] == ["outside"] for service in outside["services"].values())
+
+
+def test_every_image_is_built_with_the_extras_that_are_asked_for() -> None:
+    """All with the same, so that they share the layer."""
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    (light,) = re.findall(r"^FROM \S+ AS light\n(.*?)^FROM ", dockerfile, re.MULTILINE | re.DOTALL)
+    assert "ARG EXTRAS=\nRUN for extra in $EXTRAS; do" in light
+    assert '-r "$extra.txt" || exit 1' in light
+    built = {name: service["build"] for name, service in COMPOSE["services"].items() if "build" in service}
+    assert {name for name, build in built.items() if build["args"] != {"EXTRAS": "${IMAGE_EXTRAS:-}"}} == set()
+
+
+def test_nobody_waits_for_a_pod_that_ends_or_applies_over_a_job() -> None:
+    """Pods of jobs are never ready again once they have ended, and what a Job runs cannot be changed."""
+    jobs = {"backup", "model-loader"}
+    waited = re.findall(r"wait --for=condition=Ready pod (.*) --timeout", PAGE)
+    assert waited
+    for selector in waited:
+        assert set(re.findall(r"notin \((.*)\)", selector)[0].split(", ")) == jobs
+    upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
+    assert "`kubectl -n gspo delete job model-loader`" in upgrade
 
 
 def test_images_are_named_as_they_must_be() -> None:

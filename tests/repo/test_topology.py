@@ -259,6 +259,13 @@ def test_manifests_give_every_process_the_settings_that_it_requires(name: str, s
         assert "log_level" in given, "the level of the installation does not reach it"
 
 
+@pytest.mark.parametrize("name", names(OURS))
+def test_what_is_set_for_a_cluster_reaches_whoever_reads_it(name: str, secrets: Mapping[str, set[str]]) -> None:
+    for container in [template["spec"]["containers"][0] for other, _, template in MANIFESTS if other == name]:
+        fixed = variables(configured(container)) | variables(stage(name).environment) | secrets.get(name, set())
+        assert "envFrom" in container or kind(name).reads <= fixed
+
+
 def test_what_must_be_alike_everywhere_is() -> None:
     for setting in ALIKE:
         variable = PREFIX + setting.upper()
@@ -314,6 +321,15 @@ def test_no_gpu_is_given_to_the_engine_and_the_trainer(env_file: str | None) -> 
         (reserved,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
         assert reserved["count"] == "all"
     assert "--nproc-per-node=gpu" in SERVICES["trainer-gpu"]["command"], "a process for each GPU"
+
+
+def test_ranks_of_one_container_have_shared_memory_to_meet_in() -> None:
+    for name in ("sglang", "trainer-gpu"):
+        assert SERVICES[name]["shm_size"] == "16g", "Docker gives 64 MB, and NCCL ends where they are full"
+    several = [pod["spec"] for name, owner, pod in MANIFESTS if name == "sglang" or owner["kind"] == "JobSet"]
+    assert len(several) == 2
+    for pod in several:
+        assert "/dev/shm" in {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
 
 
 def test_no_image_trains_while_it_is_built() -> None:

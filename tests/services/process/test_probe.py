@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from services.process.health import Health, born, examine
+from services.process.health import Health, born, examine, since_boot
 from tests.patience import HANG_S
 
 PROBE = Path(__file__).parents[3] / "services" / "process" / "probe.sh"
@@ -59,19 +59,40 @@ async def test_a_living_process_is_alive_and_ready_when_it_says_so(tmp_path: Pat
     assert (await asyncio.to_thread(probe, "file", str(file)))[0] != 0
 
 
+async def _ask_a_living_process(folder: Path) -> tuple[int, str]:
+    stop, file = asyncio.Event(), folder / "health"
+    async with Health(file, stop):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        return await asyncio.to_thread(probe, "file", str(file))
+
+
+def test_a_machine_that_slept_makes_no_process_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's monotonic clock stands still meanwhile, and /proc/uptime goes on."""
+    awake = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: awake() - 600)
+    assert asyncio.run(_ask_a_living_process(tmp_path)) == (0, "")
+
+
+def test_where_no_clock_goes_on_while_the_machine_sleeps_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
+    before = time.clock_gettime(time.CLOCK_MONOTONIC)
+    assert before <= since_boot() <= time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 @pytest.mark.parametrize(
     ("changes", "is_alive"),
     [
         ({}, True),
         ({"born": "1"}, False),
         ({"pid": 2**22 + 1}, False),
-        ({"at": time.monotonic() - 600}, False),
+        ({"at": since_boot() - 600}, False),
         ({"ready": False}, False),
     ],
 )
 def test_both_probes_agree(changes: Mapping[str, object], is_alive: bool, tmp_path: Path) -> None:
     pid = os.getpid()
     file = tmp_path / "health"
-    file.write_text(json.dumps({"at": time.monotonic(), "ready": True, "pid": pid, "born": born(pid)} | {**changes}))
-    assert (examine(file, ready=True, now=time.monotonic()) is None) is is_alive
+    file.write_text(json.dumps({"at": since_boot(), "ready": True, "pid": pid, "born": born(pid)} | {**changes}))
+    assert (examine(file, ready=True, now=since_boot()) is None) is is_alive
     assert (probe("file", str(file), "--ready")[0] == 0) is is_alive
