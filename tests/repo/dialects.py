@@ -73,6 +73,10 @@ one, and as text otherwise, as always. With `none` the tools stay in the prompt,
 was, and what the policy calls all the same is given as text. A model whose calls have no beginning of their own is not
 made to call: the request is refused.
 
+Where one call at most is asked for (`parallel_tool_calls: false`, `disable_parallel_tool_use`), the turn ends behind
+the first that the answer gives; what was sampled behind it is neither recorded nor told. Only calls in a thought that
+the policy never ended may be several, since its end could still have come: those behind the first are given as text.
+
 `seed`, any whole number of 64 bits, says which sample of the job's distribution it is to be: the same request with
 the same seed draws the same tokens wherever and whenever it is asked for, as long as the same weights sample. It
 decides the numbers behind the tokens, in all pieces in which an answer is sampled, also when another gateway goes on
