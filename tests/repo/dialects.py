@@ -90,8 +90,9 @@ requests; vLLM does where the answer is asked for in the same pieces; SGLang pas
 
 A reward is `POST /v1/episode/reward`, by the episode's `reward_key`, with `reward` (a finite number), `turn` (the
 `id` of an answer; without it, the reward is the episode's) and `token` (any text: with an equal one it is the same
-reward again). One that leaves the `reward_range` of the environment, or brings the sum of all posted out of it, is
-refused ([agents.md](agents.md#rewards)). `POST /v1/episode/finish` ends the episode.
+reward again, and is answered as it was, also when the episode has ended). One that leaves the `reward_range` of the
+environment, or brings the sum of all posted out of it, is refused ([agents.md](agents.md#rewards)).
+`POST /v1/episode/finish` ends the episode.
 
 In Responses, tools that run at the provider (LEFT_OUT) are left out, and the answer names them, as `tools.web_search`;
 any other type of tool is refused by its name.
