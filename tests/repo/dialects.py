@@ -95,7 +95,8 @@ environment, or brings the sum of all posted out of it, is refused ([agents.md](
 `POST /v1/episode/finish` ends the episode.
 
 In Responses, tools that run at the provider (LEFT_OUT) are left out, and the answer names them, as `tools.web_search`;
-any other type of tool is refused by its name.
+any other type of tool is refused by its name. `instructions` are one text. What is said of a namespace as a whole is
+not shown to the policy, and the answer names it, as `tools.namespace.description`.
 
 In Gemini's dialect `model` and `stream` stand in the path; a body may say the same. Names of fields are taken as
 `functionCall` and as `function_call`, types of schemas as `OBJECT` and as `object`. Neighbouring contents of the model
