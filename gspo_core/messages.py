@@ -168,6 +168,8 @@ class ParsedTurn:
     reasoning: str = ""
     num_thought_tokens: int = 0
     """Of the ids, those up to the end of the reasoning."""
+    may_be_thought: bool = False
+    """Its calls stand in reasoning whose end was not sampled: should that still come, they are a part of it."""
 
     @property
     def has_parse_error(self) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from gspo_core.chat.text import strict_json, strict_json_at, to_json
 from gspo_core.chat.tokenizer import Tokenizer, require_token
 from gspo_core.json_value import JSON
-from gspo_core.messages import CallStatus, ParameterSchema, ToolCall, ToolSchema
+from gspo_core.messages import CallStatus, ToolCall, ToolSchema
 
 Reading: TypeAlias = tuple[str | None, JSON, CallStatus]
 """Name, arguments and status of one attempt."""
@@ -175,7 +175,7 @@ def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
         key = parameter[1].strip()
         if body[position : parameter.start()].strip() or key in arguments:
             return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
-        arguments[key] = _typed(parameter[2], types.get(key))
+        arguments[key] = _typed(parameter[2], types.get(key, ()))
         position = parameter.end()
     if body[position:].strip():
         return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
@@ -197,7 +197,7 @@ def read_glm_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
         argument = pair[1].strip()
         if body[position : pair.start()].strip() or argument in arguments:
             return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
-        arguments[argument] = _typed(pair[2], types.get(argument))
+        arguments[argument] = _typed(pair[2], types.get(argument, ()))
         position = pair.end()
     if body[position:].strip() or "\n" in name:
         return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
@@ -255,24 +255,32 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
     return _named(value, "parameters", "arguments"), text.index(";", end)
 
 
-def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, str | list[str] | None]:
+def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, list[str]]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            properties = tool["function"].get("parameters", {}).get("properties", {})
-            return {key: _type_of(schema) for key, schema in properties.items()}
+            parameters = cast("dict[str, JSON]", tool["function"].get("parameters", {}))  # as somebody wrote it
+            properties = parameters.get("properties")
+            return {key: _types_of(one) for key, one in properties.items()} if isinstance(properties, dict) else {}
     return {}
 
 
-def _type_of(schema: ParameterSchema) -> str | list[str] | None:
-    if "type" in schema or not (choices := [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
-        return schema.get("type")
-    types = [_type_of(choice) for choice in choices]
-    return [name for one in types for name in ([one] if isinstance(one, str) else one or ["object"])]
+def _types_of(schema: JSON) -> list[str]:
+    """Those that it names. What is no object names none: ``true`` is a schema too, which anything satisfies."""
+    if not isinstance(schema, dict):
+        return []
+    choices = [one for name in ("anyOf", "oneOf") for one in _several(schema.get(name)) if isinstance(one, dict)]
+    if "type" in schema or not choices:
+        return [one for one in _several(schema.get("type")) if isinstance(one, str)]
+    return [name for one in choices for name in _types_of(one) or ["object"]]
 
 
-def _typed(text: str, wanted: str | list[str] | None) -> JSON:
-    """The text as a value of the parameter's type; the text itself if it does not convert."""
-    if wanted is None or wanted == "string" or "string" in wanted:
+def _several(value: JSON) -> list[JSON]:
+    return value if isinstance(value, list) else [value]
+
+
+def _typed(text: str, types: Collection[str]) -> JSON:
+    """The text as a value of the parameter's types, as far as they are known; itself if it does not convert."""
+    if not types or "string" in types:
         return text
     plain = text.strip()
     if plain in _PYTHON_WORDS:  # templates write these in Python spelling

@@ -43,10 +43,12 @@ class TurnReader:
         first_call = self._calls.begin(ids, begin, tools or ())
         text = "" if is_open else self._tokenizer.decode(ids[begin:first_call]).strip()
         calls = () if is_open else tuple(self._read_calls(ids, first_call, tools))
-        if (opens_thought or self.think in ids[:begin]) and self.think_end not in ids[:begin]:
-            # The call ended the reasoning; if its own end comes later, the call was a part of it.
+        # A call ended the reasoning; if its own end comes later, the call was a part of it.
+        may_be_thought = (opens_thought or self.think in ids[:begin]) and self.think_end not in ids[:begin]
+        if may_be_thought:
             calls = tuple(replace(call, is_final=False) for call in calls)
-        return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip(), begin)
+        reasoning = self._tokenizer.decode(thought).strip()
+        return ParsedTurn(text, calls, complete and not is_open, reasoning, begin, may_be_thought)
 
     def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:
         """The turn as a history message; ``as_text`` writes its calls as sampled."""

@@ -59,6 +59,7 @@ class Answers:
             gives_no_calls=ask.choice.mode == "none",
             instructions=of_instructions(ask.messages, place.said),
             num_messages=len(ask.messages),
+            gives_one_call=ask.single_call,
         )
 
     def digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
@@ -110,7 +111,14 @@ class Answers:
         )
 
     def _reading(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Reading:
-        return read(self._codec, self.told(entry), tools, entry.overlap, gives_calls=not entry.gives_no_calls)
+        return read(
+            self._codec,
+            self.told(entry),
+            tools,
+            entry.overlap,
+            gives_calls=not entry.gives_no_calls,
+            gives_one_call=entry.gives_one_call,
+        )
 
     def told(self, entry: TurnEntry) -> Sequence[int]:
         """Ids to read the turn of as an agent has it."""

@@ -205,9 +205,12 @@ class AgentAttempt:
                     raise
                 return self._awaiting(stop, self._order.reward_deadline_s, await self._evidence())
         try:
-            return Outcome(stop, reward, parts, self._metrics(), await self._evidence())
+            outcome = Outcome(stop, reward, parts, self._metrics(), await self._evidence())
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
+        if (late := self._driver.door.late) is not None:
+            await late.remember(self._tape.key, self._tape.attempt, self._setting.token, self._episode.rewards.posted)
+        return outcome
 
     def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
         turns = sorted(self._episode.history.entries)

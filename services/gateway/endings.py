@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
-from gspo_core.messages import CallStatus, ToolSchema
+from gspo_core.messages import ToolSchema
 from services.engines.protocol import Span
 from services.episodes.policy import Sampled
-
-# A character whose bytes are not all there yet.
-DAMAGED = "\ufffd"
+from services.gateway.reading import DAMAGED, is_readable
 
 
 def stop_text_end(codec: ChatCodec, ids: Sequence[int], stops: Sequence[str], first: int = 0) -> tuple[int, str] | None:
@@ -79,15 +77,17 @@ def _num_within(codec: ChatCodec, ids: Sequence[int], num_chars: int) -> int:
 def first_call_end(
     codec: ChatCodec, said: Sequence[int], sampled: Sequence[int], tools: Sequence[ToolSchema]
 ) -> int | None:
-    """How many of ``sampled``, behind ``said``, are a turn's that ends with its first call; None where it does not.
+    """How many of ``sampled``, behind ``said``, are a turn's that ends with the first call that an agent is given of
+    it; None where it does not.
 
-    An end that the policy samples itself is its own."""
+    An end that the policy samples itself is its own. Nothing ends with what may still be a thought."""
     ids = [*said, *sampled]
-    calls = codec.parse(ids, tools).calls
-    if not calls or not calls[0].is_final or calls[0].status is not CallStatus.OK:
+    turn = codec.parse(ids, tools)
+    first = next(filter(is_readable, turn.calls), None)
+    if first is None or turn.may_be_thought:
         return None
-    more = [one for one in ids[calls[0].end :] if one not in codec.stop_ids]
-    return max(calls[0].end - len(said), 0) if codec.tokenizer.decode(more).strip() else None
+    more = [one for one in ids[first.end :] if one not in codec.stop_ids]
+    return max(first.end - len(said), 0) if codec.tokenizer.decode(more).strip() else None
 
 
 def head(sampled: Sampled, length: int) -> Sampled:

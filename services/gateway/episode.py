@@ -113,7 +113,8 @@ class AgentEpisode:
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
         self._tape.restore(record)
-        self.rewards, self.num_rewards_refused = Rewards(kept.rewards), kept.num_refused
+        self.rewards = Rewards.come_again(kept.rewards) if begins_again else Rewards(kept.rewards)
+        self.num_rewards_refused = kept.num_refused
         self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
         if kept.finished:
             self._is_finished = True

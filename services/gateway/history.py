@@ -102,6 +102,8 @@ class TurnEntry(msgspec.Struct, array_like=True):
     """Of its conversation; 0 where an older release wrote it."""
     num_told: int = -1
     """Characters of its answer's text, where more may stand behind it: it was not ended by a stop token."""
+    gives_one_call: bool = False
+    """What it calls behind its first call is told as text: the request asked for no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from uuid import uuid4
 import msgspec
 
 from gspo_core.codec import decode
-from gspo_core.types import Outcome, Segment, StopReason
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.outbox import to_append
-from services.gateway.answers import turn_number
+from services.gateway.answers import turn_id, turn_number
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.keys import Named
 from services.gateway.paying import ANYBODY, Payer
+from services.gateway.snapshots import StoredReward
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier
@@ -82,6 +83,11 @@ class EndedEpisode(msgspec.Struct, frozen=True):
         return had
 
 
+def what_it_says(value: float, turn: str) -> str:
+    """Of a reward: the same whenever it is sent."""
+    return f"{turn}={(value + 0.0).hex()}"  # -0.0 is 0.0
+
+
 class LateRewards:
     """``post`` what came for an episode that no process holds."""
 
@@ -96,7 +102,7 @@ class LateRewards:
         """``PLAYING`` or ``TAKEN``; raises ``Refusal`` otherwise."""
         key, attempt = named.episode, named.attempt
         name = token or f"-{uuid4().hex}"  # so that a call whose reply was lost is known again
-        said = f"{turn}={(value + 0.0).hex()}"  # -0.0 is 0.0
+        said = what_it_says(value, turn)
         keep_trying, counters = self._retrier.keep_trying, self._counters
         word: RewardWord | AwaitedReward = RewardWord.CHANGED
         while word is RewardWord.CHANGED:
@@ -114,6 +120,14 @@ class LateRewards:
         if word is RewardWord.TAKEN:
             counters.add("rewards/late")
         return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
+
+    async def remember(self, key: EpisodeKey, attempt: int, worker: str, posted: Sequence[StoredReward]) -> None:
+        """Of an episode that is about to end, by the token of its worker's lease: what it was paid. One that is sent
+        again with its token is answered as it was. Raises what storing segments does."""
+        paid = [(one, "" if one.turn is None else turn_id(attempt, one.turn)) for one in posted if one.token]
+        said = {one.token: what_it_says(one.value, turn) for one, turn in paid}
+        if said:
+            await self._retrier.keep_trying(self._bus.remember_rewards, key, worker, attempt, said)
 
     async def _take(
         self, named: Named, awaited: AwaitedReward, value: float, turn: str, token: str, said: str

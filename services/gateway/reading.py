@@ -14,7 +14,9 @@ import msgspec
 from gspo_core.chat import ChatCodec
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ParsedTurn, ToolCall, ToolSchema
-from services.gateway.endings import DAMAGED
+
+# A character whose bytes are not all there yet.
+DAMAGED = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,13 @@ def read(
     overlap: str = "",
     *,
     gives_calls: bool = True,
+    gives_one_call: bool = False,
 ) -> Reading:
-    """``overlap``: as a turn's entry has it. Without ``gives_calls`` all calls are text."""
+    """``overlap``: as a turn's entry has it. Without ``gives_calls`` all calls are text, with ``gives_one_call`` all
+    behind the first are."""
     parsed = codec.parse(sampled, tools)
-    calls = tuple(call for call in parsed.calls if _is_readable(call) and gives_calls)
+    calls = tuple(call for call in parsed.calls if is_readable(call) and gives_calls)
+    calls = calls[:1] if gives_one_call else calls
     before, behind = _texts(codec, sampled, parsed, calls)
     text = _joined([before, behind])
     hidden = overlap.rstrip()
@@ -71,7 +76,7 @@ def _joined(texts: Sequence[str]) -> str:
     return "\n".join(filter(None, map(str.strip, texts)))
 
 
-def _is_readable(call: ToolCall) -> bool:
+def is_readable(call: ToolCall) -> bool:
     """What was never offered is no call that an agent could answer: many an agent's program ends at it."""
     return call.status is CallStatus.OK and isinstance(call.arguments, dict) and _can_be_sent(call.arguments)
 
@@ -88,7 +93,7 @@ def _can_be_sent(arguments: JSON) -> bool:
 def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema], *, gives_calls: bool = True) -> Reading:
     """What will not change, whatever is sampled next: a call, and all that stands before it, once it is whole."""
     parsed = codec.parse(ids, tools)
-    calls = tuple(call for call in parsed.calls if call.is_final and _is_readable(call) and gives_calls)
+    calls = tuple(call for call in parsed.calls if call.is_final and is_readable(call) and gives_calls)
     if calls:
         return Reading(_texts(codec, ids, parsed, calls)[0], parsed.reasoning, calls, parsed)
     may_be_call = not parsed.calls and parsed.text.startswith("{")

@@ -12,7 +12,8 @@ a turn and are read once, by a gateway that takes the episode over.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -104,16 +105,25 @@ class RewardRefused(ValueError):
 class Rewards:
     """The rewards that an agent posted."""
 
-    def __init__(self, posted: Sequence[StoredReward] = ()) -> None:
+    def __init__(self, posted: Sequence[StoredReward] = (), again: Iterable[int | None] = ()) -> None:
+        """``again``: of what turns those without a token are that come once more, from an agent that began again."""
         self.posted = list(posted)
+        self._again = Counter(again)
+
+    @classmethod
+    def come_again(cls, posted: Sequence[StoredReward]) -> Rewards:
+        """Of an agent that begins again, and posts as many once more."""
+        return cls(posted, [one.turn for one in posted if not one.token])
 
     def with_one_more(self, value: float, turn: int | None, token: str) -> Rewards:
-        """These themselves where it is one of them. Raises ``RewardRefused``."""
+        """These themselves where it has the token of one of them. Raises ``RewardRefused``."""
         if not math.isfinite(value):
             raise RewardRefused(f"a reward is a finite number, not {value}")
+        if not token and self._again[turn]:
+            return Rewards(self.posted, (self._again - Counter([turn])).elements())
         known = next((one for one in self.posted if token and one.token == token), None)
         if known is None:
-            return Rewards([*self.posted, StoredReward(token, turn, float(value))])
+            return Rewards([*self.posted, StoredReward(token, turn, float(value))], self._again.elements())
         if (known.turn, known.value) != (turn, value):
             raise RewardRefused("another reward was posted with this token")
         return self

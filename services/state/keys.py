@@ -32,7 +32,7 @@ BUS_KEYS = (
     "snapshots",  # hash: "group:member" -> packed {attempt, segments, data} of worlds; with "/n": a part
     "rewards",  # hash: "group:member" -> packed end of an episode that waits for its reward
     "reward_deadlines",  # sorted set: those episodes by the time (Unix ms) until which their reward may come
-    "posted",  # sorted set, bounded: "group:member/attempt/digest of token" of late rewards, in order
+    "posted",  # sorted set, bounded: "group:member/attempt/digest of token" of rewards, late ones last, in order
     "offers",  # hash: "group:member" -> packed {attempt, loan, data} of episodes that agents fetch by themselves
     "offered",  # sorted set: those of them that no agent has, in order of dispatch
     "loans",  # hash: id -> packed {episode, attempt, beats, length_s, state, reward, till} of those that one has

@@ -79,6 +79,7 @@ __all__ = [
 GROUPS_PER_COMMIT = 8
 GROUPS_PER_LOOK = 64
 EXPIRED_PER_CALL = 64
+ITEMS_REMEMBERED_PER_CALL = 2048
 ITEMS_OF_A_REWARD = 3
 MAX_REASON_CHARS = 500
 MAX_NOTE_CHARS = 500
@@ -402,6 +403,14 @@ class Bus:
     async def is_over(self, key: EpisodeKey) -> bool:
         """Nobody will play it any more: it has ended, or its group or its job is settled."""
         return await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "stage") in _OVER
+
+    async def remember_rewards(self, key: EpisodeKey, token: str, attempt: int, said: Mapping[str, str]) -> None:
+        """Before an episode ends: the tokens of the rewards that it took, each with what it said, as ``look_at_reward``
+        has it. Raises the same errors as ``append``."""
+        items = [text for pair in said.items() for text in pair]
+        for first in range(0, len(items), ITEMS_REMEMBERED_PER_CALL):
+            some = items[first : first + ITEMS_REMEMBERED_PER_CALL]
+            await self._functions.call("remember_rewards", bus_keys(key.job), token, member_name(key), attempt, *some)
 
     # Rewards that come after their episode has ended. Whoever is sent one takes it: the key that it came with is proof,
     # so no lease is needed. Times are Unix seconds of the caller's clock.

@@ -39,7 +39,7 @@ ROLLOUT_FUNCTIONS = (
 # else is as for a rollout worker.
 GATEWAY_FUNCTIONS = (
     *(*ROLLOUT_FUNCTIONS, "secret", "offer", "expire_loan", "loans", "holder_of"),
-    *("await_reward", "look_at_reward", "post_reward"),
+    *("await_reward", "look_at_reward", "post_reward", "remember_rewards"),
     *("use_talk_key", "record_traffic", "drop_old_traffic"),
 )
 

@@ -288,6 +288,27 @@ def test_values_are_typed_by_the_choices_of_their_schema() -> None:
     assert read_glm_xml(body, [tool])[1] == {"x": 2, "y": "2"}
 
 
+@pytest.mark.parametrize(
+    ("parameters", "value"),
+    [
+        ({"properties": {"x": True}}, "2"),
+        ({"properties": {"x": None}}, "2"),
+        ({"properties": True}, "2"),
+        ({"properties": {"x": {"type": 1}}}, "2"),
+        ({"properties": {"x": {"anyOf": [True]}}}, "2"),
+        ({"properties": {"x": {"anyOf": None}}}, "2"),
+        ({"properties": {"x": {"anyOf": [True, {"type": ["integer", None]}]}}}, 2),
+        ({"properties": {"x": {"oneOf": [False, {"anyOf": [{"type": "integer"}]}]}}}, 2),
+    ],
+)
+def test_what_names_no_type_leaves_values_as_they_were_written(parameters: Any, value: Any) -> None:
+    """An agent's tools have any schema, also ``true`` and what is none."""
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    glm = "add<arg_key>x</arg_key><arg_value>2</arg_value>"
+    xml = "<function=add><parameter=x>2</parameter></function>"
+    assert read_glm_xml(glm, [tool]) == read_qwen_xml(xml, [tool]) == ("add", {"x": value}, "ok")
+
+
 # --- formats that are refused ---------------------------------------------------------------------------------------
 
 

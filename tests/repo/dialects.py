@@ -73,6 +73,10 @@ one, and as text otherwise, as always. With `none` the tools stay in the prompt,
 was, and what the policy calls all the same is given as text. A model whose calls have no beginning of their own is not
 made to call: the request is refused.
 
+Where one call at most is asked for (`parallel_tool_calls: false`, `disable_parallel_tool_use`), the turn ends behind
+the first that the answer gives; what was sampled behind it is neither recorded nor told. Only calls in a thought that
+the policy never ended may be several, since its end could still have come: those behind the first are given as text.
+
 `seed`, any whole number of 64 bits, says which sample of the job's distribution it is to be: the same request with
 the same seed draws the same tokens wherever and whenever it is asked for, as long as the same weights sample. It
 decides the numbers behind the tokens, in all pieces in which an answer is sampled, also when another gateway goes on
@@ -86,11 +90,13 @@ requests; vLLM does where the answer is asked for in the same pieces; SGLang pas
 
 A reward is `POST /v1/episode/reward`, by the episode's `reward_key`, with `reward` (a finite number), `turn` (the
 `id` of an answer; without it, the reward is the episode's) and `token` (any text: with an equal one it is the same
-reward again). One that leaves the `reward_range` of the environment, or brings the sum of all posted out of it, is
-refused ([agents.md](agents.md#rewards)). `POST /v1/episode/finish` ends the episode.
+reward again, and is answered as it was, also when the episode has ended). One that leaves the `reward_range` of the
+environment, or brings the sum of all posted out of it, is refused ([agents.md](agents.md#rewards)).
+`POST /v1/episode/finish` ends the episode.
 
 In Responses, tools that run at the provider (LEFT_OUT) are left out, and the answer names them, as `tools.web_search`;
-any other type of tool is refused by its name.
+any other type of tool is refused by its name. `instructions` are one text. What is said of a namespace as a whole is
+not shown to the policy, and the answer names it, as `tools.namespace.description`.
 
 In Gemini's dialect `model` and `stream` stand in the path; a body may say the same. Names of fields are taken as
 `functionCall` and as `function_call`, types of schemas as `OBJECT` and as `object`. Neighbouring contents of the model

@@ -90,7 +90,7 @@ def stable(reader: Reader, texts: Iterable[str]) -> str:
 
 def read_part(reader: Reader, part: FieldValue) -> str:
     kind = part.object().get("type")
-    if kind not in TEXT_TYPES:
+    if not isinstance(kind, str) or kind not in TEXT_TYPES:
         raise part.fault(f"is of type {kind}, and the policy reads text only")
     taken = reader.take(part)
     taken.need("type")

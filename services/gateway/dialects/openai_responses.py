@@ -50,7 +50,7 @@ class OpenAIResponses:
                 conversation.add(item)
         messages = asks.not_empty(conversation.messages, given)
         if instructions is not None:
-            messages.insert(0, {"role": "system", "content": asks.read_instructions(reader, instructions)})
+            messages.insert(0, {"role": "system", "content": asks.stable(reader, [instructions.text()])})
         options, max_tokens, stream = taken.get("text"), taken.get("max_output_tokens"), taken.get("stream")
         if options is not None:
             reader.take(options)
@@ -325,7 +325,9 @@ def _named_together(
     taken = reader.take(sent)
     namespace = taken.need("name").name()
     taken.need("type")
-    taken.get("description")
+    description = taken.get("description")
+    if description is not None and description.text():
+        reader.ignore("tools.namespace.description")
     tools = taken.need("tools").items()
     taken.end("a namespace")
     for one in tools:

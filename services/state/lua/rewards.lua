@@ -9,6 +9,10 @@ local REWARD_TOKENS_KEPT = 65536
 -- How many kinds of what a token said the low part of a score can tell apart.
 local SAYINGS = 2 ^ 20
 
+-- Scores of rewards that came while their episode was played are so much lower, so that these are forgotten first: late
+-- ones are known by nothing else while their episode waits.
+local EARLIER = 2 ^ 31
+
 local function posted_name(episode, attempt, token)
   return episode .. "/" .. attempt .. "/" .. token
 end
@@ -19,9 +23,10 @@ local function saying(said)
 end
 
 -- An earlier release does not tell what was said.
-local function remember_posted(K, episode, attempt, token, said)
+local function remember_posted(K, episode, attempt, token, said, was_late)
   if token ~= "" then
-    local score = redis.call("HINCRBY", K.meta, "posted", 1) * SAYINGS + (said and saying(said) or 0)
+    local place = redis.call("HINCRBY", K.meta, "posted", 1) - (was_late and 0 or EARLIER)
+    local score = place * SAYINGS + (said and saying(said) or 0)
     redis.call("ZADD", K.posted, score, posted_name(episode, attempt, said and redis.sha1hex(token) or token))
     if redis.call("ZCARD", K.posted) > REWARD_TOKENS_KEPT then
       redis.call("ZPOPMIN", K.posted)
@@ -167,7 +172,7 @@ register("post_reward", {}, function(keys, args)
   if #waiting.posted ~= tonumber(args[5]) then
     return "changed"
   end
-  remember_posted(K, episode, attempt, token, args[11])
+  remember_posted(K, episode, attempt, token, args[11], true)
   if kind == "end" then
     end_waiting(K, episode, state, args[6], args[7])
     redis.call("HINCRBY", K.meta, "late_rewards", 1)
@@ -182,6 +187,25 @@ register("post_reward", {}, function(keys, args)
   write_record(K.episodes, episode, state)
   account(K, charge(state) - charged, stored_bytes(state) - stored)
   return "taken"
+end)
+
+-- worker token, episode, attempt, then two items for each reward that it took while it was played, and is about to end
+-- with: the token, and what it said. So one that is sent again after the end is known.
+register("remember_rewards", {}, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local token, episode, attempt = args[1], args[2], tonumber(args[3])
+  local state = read_episode(K, episode)
+  if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
+    return fence(state, "remembering the rewards of episode " .. episode)
+  end
+  if attempt > state.attempt then
+    return refuse("GAP", "rewards of attempt " .. attempt .. " of episode " .. episode .. ", the server knows "
+      .. state.attempt)
+  end
+  for position = 4, #args, 2 do
+    remember_posted(K, episode, attempt, args[position], args[position + 1], false)
+  end
+  return 1
 end)
 
 -- trainer token, now (Unix milliseconds), how many at most -> how many episodes ended without a reward

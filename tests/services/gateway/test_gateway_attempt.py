@@ -355,6 +355,32 @@ async def test_what_was_told_before_any_turn_outlives_the_process_beside_the_gat
     assert (await play.outcome()).reward == 0.5
 
 
+async def test_what_a_replayed_agent_posts_again_counts_once(table: Table, codec: HermesCodec) -> None:
+    """Its rewards have no tokens. What it posts beyond them is new, and what it posted last stands."""
+    told = asyncio.Event()
+
+    async def agent(llm: Client) -> float | None:
+        await llm.reward(1.0)
+        await llm.reward(0.25)
+        first = await llm.say(HI)
+        await llm.reward(0.25, turn=first.id)
+        await llm.reward(0.5, turn=first.id)
+        if not told.is_set():
+            told.set()
+            await asyncio.Event().wait()
+        await llm.reward(-0.5, turn=first.id)
+        await llm.reward(0.125)
+        return None
+
+    play = Play(table, codec, agent, "Hello.", replayable=True, reward_range=(-1, 1))
+    await cut_short(play, told)
+    assert await (await play.taken_over()).run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.375
+    assert (await play.record())[-1].turn_rewards == ((0, 0.25),)
+    assert len(play.policy.served) == 1
+    assert play.setting.counters["rewards/refused"] == 0
+
+
 async def test_an_agent_without_a_reward_has_none(table: Table, codec: HermesCodec) -> None:
     async def agent(llm: Client) -> None:
         await llm.say(HI)

@@ -290,6 +290,18 @@ MISFITS: tuple[tuple[str, Wire, str], ...] = (
     ),
     ("chat", {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ("responses", {"instructions": [{"type": "input_text", "text": "Be brief."}]}, "instructions"),
+    ("responses", {"instructions": [{"role": "system", "content": "Be brief."}]}, "instructions"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}, "input[0].content[0]"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, "messages[0].content[0]"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "messages[0].content[0]"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "messages[0].content[0]"),
+    ("messages", {"system": [{"type": ["text"], "text": "x"}]}, "system[0]"),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "name": "n", "description": 1, "tools": []}]},
+        "tools[0].description",
+    ),
 )
 
 
@@ -367,6 +379,14 @@ def test_tools_of_a_provider_are_left_out_and_named():
     assert "tools.web_search_20250305" in found.ignored
     searched = asked("responses", {"tools": [{"type": "web_search"}]})
     assert (searched.ask.tools, searched.ignored) == ((), ("tools.web_search",))
+
+
+def test_what_is_said_of_tools_together_is_shown_to_nobody_and_named():
+    together: Wire = {"type": "namespace", "name": "team", "tools": [{"type": "function", "name": "ask"}]}
+    described = asked("responses", {"tools": [together | {"description": "Of the team."}]})
+    assert described.ignored == ("tools.namespace.description",)
+    plain = asked("responses", {"tools": [together | {"description": ""}]})
+    assert (plain.ask.digest, plain.ignored) == (described.ask.digest, ())
 
 
 @pytest.mark.parametrize(

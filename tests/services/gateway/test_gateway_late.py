@@ -134,6 +134,29 @@ async def test_a_reward_comes_an_hour_after_the_end_and_counts_once(table: Table
     assert ready.num_waited == 1
 
 
+async def test_a_reward_that_is_sent_again_after_the_end_is_answered_as_it_was(
+    table: Table, codec: HermesCodec
+) -> None:
+    """It came while the agent played; another gateway, which knows nothing of that, answers it."""
+
+    async def agent(llm: Client) -> None:
+        first = await llm.say(HI)
+        await llm.reward(0.5, turn=first.id, token="a")
+        await llm.reward(0.25, token="b")
+
+    now = Hours()
+    played = await play(table, codec, now, agent)
+    for door in (gateway(table.bus, now), gateway(table.bus, now)):
+        await door.reward(played.key, 0.5, turn="turn-0-0", token="a")
+        await door.reward(played.key, 0.25, token="b")
+        assert await refused(door.reward(played.key, 0.75, token="b")) is RefusalKind.INVALID
+        for new in ({"token": "c"}, {"turn": "turn-0-0"}):
+            assert await refused(door.reward(played.key, 0.25, **new)) is RefusalKind.ENDED
+    outcome = (await played.record())[-1].outcome
+    assert outcome is not None
+    assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.5})
+
+
 async def test_a_token_that_was_used_for_another_reward_is_refused(table: Table, codec: HermesCodec) -> None:
     now = Hours()
     played = await play(table, codec, now)

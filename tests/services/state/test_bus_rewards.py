@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
+from services.state import queue
 from services.state.keys import BUS_KEYS, bus_keys
 from services.state.queue import Append, Bus, Fenced, Gap, LeasedEpisode, Snapshot, Stage
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord, Waiting
@@ -98,6 +99,33 @@ async def test_a_token_stands_for_one_reward(bus: Bus, claim: Claim) -> None:
     assert await bus.settle_reward(end(lease, b"paid"), "u", said="=1", seen=1, now=NOW) is RewardWord.TAKEN
     assert await bus.settle_reward(end(lease, b"more"), "u", said="=2", seen=1, now=NOW) is RewardWord.CONFLICT
     assert await payloads(bus, claim.job_id) == [b"x" * 10, b"paid"]
+
+
+async def test_what_was_paid_before_the_end_is_known_behind_it(
+    bus: Bus, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "ITEMS_REMEMBERED_PER_CALL", 2)
+    job = claim.job_id
+    token, (late, early) = await lease_all(bus, claim, 2)
+    await bus.await_reward(token, end(late, b"none"), b"kept", NOW + HOUR)
+    assert await bus.settle_reward(end(late, b"paid"), "t", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
+    with pytest.raises(Fenced):
+        await bus.remember_rewards(early.key, "another", 0, {"t": "=1"})
+    with pytest.raises(Gap):
+        await bus.remember_rewards(early.key, token, 1, {"t": "=1"})
+    for _ in range(2):  # the reply was lost
+        await bus.remember_rewards(early.key, token, 0, {"t": "=1", "u": "turn-0-0=2"})
+    await bus.append(job, token, [end(early, b"done")])
+    with pytest.raises(Fenced):
+        await bus.remember_rewards(early.key, token, 0, {"v": "=1"})
+    said = {"t": ("=1", "=2"), "u": ("turn-0-0=2", "=2")}
+    for name, (same, other) in said.items():
+        assert await bus.look_at_reward(early.key, 0, name, NOW, said=same) is RewardWord.AGAIN
+        assert await bus.look_at_reward(early.key, 0, name, NOW, said=other) is RewardWord.CONFLICT
+    assert await bus.look_at_reward(early.key, 0, "v", NOW, said="=1") is RewardWord.ENDED
+    # Those of late rewards are forgotten last.
+    names = await redis_client.zrange(bus_keys(job)[BUS_KEYS.index("posted")], 0, -1)
+    assert [name.split(b"/")[0] for name in names] == [b"0:1", b"0:1", b"0:0"]
 
 
 async def test_tokens_of_an_earlier_release_are_known(bus: Bus, claim: Claim, redis_client: Redis) -> None:
