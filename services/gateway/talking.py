@@ -65,7 +65,15 @@ class TraceRecords:
         if self._redact is not None:
             payloads = await redacted(segments, self._codec, self._redact)
         await self._talks.record(
-            job, self._key, trace, self._user, payloads, tokens=tokens, s=engine_s, keep=self._keep
+            job,
+            self._key,
+            trace,
+            self._user,
+            payloads,
+            tokens=tokens,
+            s=engine_s,
+            keep=self._keep,
+            index=given[0].index,
         )
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:

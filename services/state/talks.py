@@ -108,8 +108,8 @@ class Talks:
 
     async def use(self, presented: Presented, *, num_turns: int = 0) -> TalkKeyRecord:
         """Raises Fenced for a key that is none, and Full, which names what it has used up."""
-        keys = job_keys(presented.job)
-        return _read(await self._functions.call("use_talk_key", keys, presented.id, presented.digest, num_turns))
+        given = presented.id, presented.digest, num_turns, secrets.token_hex(8)
+        return _read(await self._functions.call("use_talk_key", job_keys(presented.job), *given))
 
     async def record(
         self,
@@ -122,11 +122,13 @@ class Talks:
         tokens: int,
         s: float,
         keep: TrafficRetention,
+        index: int | None = None,
     ) -> None:
-        """Raises Fenced once the key is revoked."""
-        bounds = keep.bytes, keep.ms
+        """``index``: in the trace, of the first segment; told again, nothing is recorded again. Raises Fenced once the
+        key is revoked."""
+        bounds, place = (keep.bytes, keep.ms), trace if index is None else f"{trace}/{index}"
         await self._functions.call(
-            "record_traffic", job_keys(job), key, trace, user, tokens, int(s * 1000), *bounds, *payloads
+            "record_traffic", job_keys(job), key, place, user, tokens, int(s * 1000), *bounds, *payloads
         )
 
     async def drop_old(self, job: str, keep: TrafficRetention) -> int:

@@ -334,6 +334,48 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert (await place.talks.all(place.job))[0].num_turns == 2
 
 
+def sent_again(monkeypatch: pytest.MonkeyPatch, *, by_the_client: bool) -> None:
+    """Replies are lost: the client of Redis sends each call again, or we do."""
+    fcall, lost = Functions._fcall, set[Any]()
+
+    async def loses(self: Functions, name: str, keys: Any, args: Any) -> Any:
+        reply = await fcall(self, name, keys, args)
+        if by_the_client:
+            return await fcall(self, name, keys, args)
+        if name == "record_traffic" and args not in lost:
+            lost.add(args)
+            raise Away(AwayReason.UNREACHABLE)
+        return reply
+
+    monkeypatch.setattr(Functions, "_fcall", loses)
+
+
+@pytest.mark.parametrize("by_the_client", [True, False])
+async def test_what_is_sent_again_after_a_lost_reply_counts_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, by_the_client: bool
+) -> None:
+    key = await place.key(max_turns=2)
+    sent_again(monkeypatch, by_the_client=by_the_client)
+    first = await place.say(key, HI)
+    await place.say(key, HI, said(first), user("and?"))
+    (record,) = (await place.traces()).values()
+    judge(record, place.policy.served)
+    (shown,) = await place.talks.all(place.job)
+    assert (shown.num_turns, shown.num_tokens) == (2, sum(one.num_actions for one in record))
+    assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
+
+
+async def test_calls_are_told_apart_by_their_place_in_a_trace(place: Place) -> None:
+    """Also when the key was revoked between a call and its repetition."""
+    await place.key()
+    for trace, index in ((7, 0), (7, 1), (70, 1), (7, 0)):
+        await place.talks.record(place.job, "0123456789ab", trace, "", [b"x"], tokens=1, s=0.0, keep=KEEP, index=index)
+    assert [entry.trace for entry in await place.talks.traffic(place.job)] == [7, 7, 70]
+    await place.talks.revoke(place.job, "0123456789ab")
+    await place.talks.record(place.job, "0123456789ab", 70, "", [b"x"], tokens=1, s=0.0, keep=KEEP, index=1)
+    assert len(await place.talks.traffic(place.job)) == 3
+
+
 @pytest.fixture
 async def loaded(
     place: Place, store: Store, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
