@@ -154,10 +154,11 @@ class Talking:
         given = Presented.read(key)
         name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
         async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
-            with self._repeating(given, ask) as is_given_again:
-                presented, _ = await self._known(key, num_turns=int(not is_given_again))
+            with self._repeating(given, ask) as asked_before:
+                presented, _ = await self._known(key, num_turns=int(asked_before is None))
                 job = await self._jobs.get(presented.job)
-                conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
+                conversation = asked_before or self._continued(presented.id, ask)
+                conversation = conversation or self._begin(presented, job, ask.user)
                 delivery = await conversation.ask(ask)
         delivery.trace = str(conversation.key.group)
         return delivery
@@ -218,28 +219,35 @@ class Talking:
         return presented, found
 
     @contextlib.contextmanager
-    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[bool]:
-        """Whether it gets a turn that was used up before. Of equal requests at once that is one: a turn that was lost
-        is given again to one of them, and the others begin turns."""
+    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[AgentEpisode | None]:
+        """The conversation with a turn for it that was used up before. Of equal requests at once one gets that: a turn
+        that was lost is given again to one of them, and the others begin turns."""
         name = "" if presented is None else f"{presented.id} {ask.digest}"
-        found = None if presented is None or name in self._repeated else self._continued(presented.id, ask)
-        is_given_again = found is not None and found.gives_again(ask)
-        if is_given_again:
+        found = None
+        if presented is not None and name not in self._repeated:
+            found = next((one for one in self._theirs(presented.id, ask) if one.gives_again(ask)), None)
+        if found is not None:
             self._repeated.add(name)
+            self._conversations.move_to_end(found.key.group)
         try:
-            yield is_given_again
+            yield found
         finally:
-            if is_given_again:
+            if found is not None:
                 self._repeated.discard(name)
 
     def _continued(self, key: str, ask: TurnRequest) -> AgentEpisode | None:
+        """All its messages are looked at, in each conversation."""
+        found = next((one for one in self._theirs(key, ask) if one.knows(ask)), None)
+        if found is not None:
+            self._conversations.move_to_end(found.key.group)
+        return found
+
+    def _theirs(self, key: str, ask: TurnRequest) -> Iterator[AgentEpisode]:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
-        for trace, one in reversed(self._conversations.items()):
+        for one in reversed(self._conversations.values()):
             is_theirs = one.key == key and ask.user in ("", one.user) and not one.job.leaving.is_set()
-            if is_theirs and len(one.episode.history.entries) < MAX_TURNS and one.episode.knows(ask):
-                self._conversations.move_to_end(trace)
-                return one.episode
-        return None
+            if is_theirs and len(one.episode.history.entries) < MAX_TURNS:
+                yield one.episode
 
     def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
         episode = self._conversation(presented, job, user)

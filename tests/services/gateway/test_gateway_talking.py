@@ -334,6 +334,31 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert (await place.talks.all(place.job))[0].num_turns == 2
 
 
+async def test_all_conversations_are_looked_at_once_for_a_request(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    first = await place.say(key, HI)
+    for number in range(3):
+        await place.say(key, user(f"question {number}"))
+    placed, looked_at = TurnPlanner.place, list[TurnPlanner]()
+
+    def counts(self: TurnPlanner, ask: Any) -> Any:
+        looked_at.append(self)
+        return placed(self, ask)
+
+    monkeypatch.setattr(TurnPlanner, "place", counts)
+    await place.say(key, HI, said(first), user("and?"))
+    found = looked_at.pop()  # it goes on there
+    assert looked_at[-1] is found
+    assert len(looked_at) == len(set(looked_at)) == 4
+    looked_at.clear()
+    assert (await place.say(key, HI, is_retry=True)).id == first.id
+    assert not looked_at  # a retry is known without
+    await place.say(key, user("another"))
+    assert len(looked_at) == len(set(looked_at)) == 5  # its own among them
+
+
 def sent_again(monkeypatch: pytest.MonkeyPatch, *, by_the_client: bool) -> None:
     """Replies are lost: the client of Redis sends each call again, or we do."""
     fcall, lost = Functions._fcall, set[Any]()
