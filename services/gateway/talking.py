@@ -144,6 +144,8 @@ class Talking:
         self._redact = redact
         self._conversations: OrderedDict[int, _Conversation] = OrderedDict()
         """By trace; the one that was silent longest first."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Ends of conversations that are not found any more."""
         self._repeated: set[str] = set()
         self._deciding: Deciding = {}
         """Requests without a turn yet, by their key and what is equal in those that repeat them."""
@@ -181,9 +183,9 @@ class Talking:
 
     async def close(self) -> None:
         """Whoever waits is told to ask again."""
-        for conversation in self._conversations.values():
-            await conversation.episode.abandon()
-        self._conversations.clear()
+        for trace in list(self._conversations):
+            self._let_go(trace)
+        await asyncio.gather(*self._leaving)
         await self._jobs.close()
 
     async def leave_ended(self) -> None:
@@ -191,8 +193,7 @@ class Talking:
         await self._jobs.leave_ended()
         for trace, conversation in list(self._conversations.items()):
             if conversation.job.leaving.is_set():
-                self._conversations.pop(trace, None)
-                await conversation.episode.abandon()
+                self._let_go(trace)
 
     async def leave_ended_for_ever(self, every_s: float = LEAVE_EVERY_S) -> None:
         while True:
@@ -251,11 +252,20 @@ class Talking:
 
     def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
         episode = self._conversation(presented, job, user)
-        self._conversations[episode.key.group] = _Conversation(presented.id, user, job, episode)
+        trace = episode.key.group
+        self._conversations[trace] = _Conversation(presented.id, user, job, episode)
+        # Its record may have a hole: what goes on from it begins another.
+        episode.failure.add_done_callback(lambda _: self._let_go(trace))
         if len(self._conversations) > MAX_CONVERSATIONS:
-            _, oldest = self._conversations.popitem(last=False)
-            asyncio.get_running_loop().create_task(oldest.episode.abandon())
+            self._let_go(next(iter(self._conversations)))
         return episode
+
+    def _let_go(self, trace: int) -> None:
+        """It is not found any more, and what it samples ends soon."""
+        if (found := self._conversations.pop(trace, None)) is not None:
+            leaving = asyncio.get_running_loop().create_task(found.episode.abandon())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     def _conversation(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
         jobs, records = self._jobs, self._records(presented.id, user, job.codec)

@@ -28,6 +28,7 @@ from services.gateway.talking import Talking
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.keys import job_key
+from services.state.refusals import Damaged
 from services.state.retry import Backoff, Retrier
 from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
@@ -332,6 +333,38 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert lost.id in {one.id for one in answers}
     assert len(answers) == 2
     assert (await place.talks.all(place.job))[0].num_turns == 2
+
+
+async def test_a_conversation_that_could_not_be_stored_is_let_go_and_goes_on_as_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    first = await place.say(key, HI)
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "record", failing)
+        assert await refused(place.say(key, HI, said(first), user("and?"))) is RefusalKind.AWAY
+    await until(lambda: not place.talking._conversations)
+    again = await place.say(key, HI, said(first), user("and?"))
+    await place.say(key, HI, said(first), user("and?"), said(again), user("so?"))
+    assert [{one.turn for one in record} for record in (await place.traces()).values()] == [{0}, {0, 1}]
+
+
+async def failing(*given: Any, **named: Any) -> None:
+    raise Damaged("a record cannot be read")
+
+
+async def test_turns_beside_one_that_could_not_be_stored_are_not_sampled_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    place.policy.gate, place.policy.silent_after = asyncio.Event(), 1
+    monkeypatch.setattr(Talks, "record", failing)
+    lost, beside = [await place.talking.ask(key, request(HI, max_tokens=number)) for number in (1000, 999)]
+    (conversation,) = place.talking._conversations.values()
+    place.policy.gate.set()
+    assert await refused(lost.whole()) is RefusalKind.AWAY
+    assert await refused(beside.whole()) is RefusalKind.AWAY
+    await until(lambda: not conversation.episode._tasks)
 
 
 async def test_all_conversations_are_looked_at_once_for_a_request(
