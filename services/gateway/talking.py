@@ -37,7 +37,7 @@ from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetenti
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
 
-# Beyond these the one that was silent longest is let go; if it goes on, that is another trace.
+# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace.
 MAX_CONVERSATIONS = 256
 MAX_TURNS = 1000
 LEAVE_EVERY_S = 60.0
@@ -122,6 +122,10 @@ class _Conversation:
     job: TalkJob
     episode: AgentEpisode
 
+    @property
+    def trace(self) -> int:
+        return self.episode.key.group
+
 
 class Talking:
     """The ``Turns`` of keys that begin with ``tk_``."""
@@ -160,16 +164,17 @@ class Talking:
                 presented, _ = await self._known(key, num_turns=int(asked_before is None))
                 job = await self._jobs.get(presented.job)
                 conversation = asked_before or self._continued(presented.id, ask)
-                conversation = conversation or self._begin(presented, job, ask.user)
-                delivery = await conversation.ask(ask)
-        delivery.trace = str(conversation.key.group)
+                conversation = conversation or self._another(presented, job, ask.user)
+                delivery = await conversation.episode.ask(ask)
+                self._hold(conversation)
+        delivery.trace = str(conversation.trace)
         return delivery
 
     async def count_tokens(self, key: str, ask: TurnRequest) -> int:
         presented, _ = await self._known(key)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
-        return await conversation.count_tokens(ask)
+        return await conversation.episode.count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
         await self._known(key)
@@ -220,45 +225,53 @@ class Talking:
         return presented, found
 
     @contextlib.contextmanager
-    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[AgentEpisode | None]:
+    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[_Conversation | None]:
         """The conversation with a turn for it that was used up before. Of equal requests at once one gets that: a turn
         that was lost is given again to one of them, and the others begin turns."""
         name = "" if presented is None else f"{presented.id} {ask.digest}"
         found = None
         if presented is not None and name not in self._repeated:
-            found = next((one for one in self._theirs(presented.id, ask) if one.gives_again(ask)), None)
+            found = next((one for one in self._theirs(presented.id, ask) if one.episode.gives_again(ask)), None)
         if found is not None:
             self._repeated.add(name)
-            self._conversations.move_to_end(found.key.group)
+            self._conversations.move_to_end(found.trace)
         try:
             yield found
         finally:
             if found is not None:
                 self._repeated.discard(name)
 
-    def _continued(self, key: str, ask: TurnRequest) -> AgentEpisode | None:
+    def _continued(self, key: str, ask: TurnRequest) -> _Conversation | None:
         """All its messages are looked at, in each conversation."""
-        found = next((one for one in self._theirs(key, ask) if one.knows(ask)), None)
-        if found is not None:
-            self._conversations.move_to_end(found.key.group)
-        return found
+        return next((one for one in self._theirs(key, ask) if one.episode.knows(ask)), None)
 
-    def _theirs(self, key: str, ask: TurnRequest) -> Iterator[AgentEpisode]:
+    def _theirs(self, key: str, ask: TurnRequest) -> Iterator[_Conversation]:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
         for one in reversed(self._conversations.values()):
             is_theirs = one.key == key and ask.user in ("", one.user) and not one.job.leaving.is_set()
             if is_theirs and len(one.episode.history.entries) < MAX_TURNS:
-                yield one.episode
+                yield one
 
-    def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
-        episode = self._conversation(presented, job, user)
-        trace = episode.key.group
-        self._conversations[trace] = _Conversation(presented.id, user, job, episode)
-        # Its record may have a hole: what goes on from it begins another.
-        episode.failure.add_done_callback(lambda _: self._let_go(trace))
-        if len(self._conversations) > MAX_CONVERSATIONS:
-            self._let_go(next(iter(self._conversations)))
-        return episode
+    def _another(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
+        """Kept once something is answered in it. Raises ``Refusal``."""
+        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None:
+            raise Refusal(RefusalKind.AWAY, "too many conversations are being answered at this gateway; ask again")
+        return self._conversation(presented, job, user)
+
+    def _hold(self, conversation: _Conversation) -> None:
+        """It was silent for the shortest time; those that are idle make room for it."""
+        trace = conversation.trace
+        if trace not in self._conversations:
+            # Its record may have a hole then: what goes on from it begins another.
+            conversation.episode.failure.add_done_callback(lambda _: self._let_go(trace))
+        self._conversations[trace] = conversation
+        self._conversations.move_to_end(trace)
+        # Long requests that were read at the same time may have found the same room.
+        while len(self._conversations) > MAX_CONVERSATIONS and (idle := self._idle()) is not None:
+            self._let_go(idle)
+
+    def _idle(self) -> int | None:
+        return next((trace for trace, one in self._conversations.items() if one.episode.is_idle), None)
 
     def _let_go(self, trace: int) -> None:
         """It is not found any more, and what it samples ends soon."""
@@ -267,7 +280,7 @@ class Talking:
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
-    def _conversation(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
+    def _conversation(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
         jobs, records = self._jobs, self._records(presented.id, user, job.codec)
         setting = EpisodeSetting(
             driver=_Nobody(),
@@ -287,7 +300,8 @@ class Talking:
         tape = Tape(order.key, 0, order.temperature)
         meter = Meter(Timings(), jobs.counters, jobs.clock)
         most = STOP_CHUNK_TOKENS if self._redact is None else order.max_turn_tokens
-        return AgentEpisode(setting, order, tape, meter, self._now, most)
+        episode = AgentEpisode(setting, order, tape, meter, self._now, most)
+        return _Conversation(presented.id, user, job, episode)
 
     def _records(self, key: str, user: str, codec: ChatCodec) -> TraceRecords:
         return TraceRecords(self._talks, key, user, self._keep, codec, self._redact)

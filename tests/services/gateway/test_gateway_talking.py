@@ -335,6 +335,55 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert (await place.talks.all(place.job))[0].num_turns == 2
 
 
+async def test_conversations_that_are_being_answered_stay_and_another_is_told_to_ask_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    key = await place.key()
+    place.policy.gate = asyncio.Event()
+    under_way = [await place.talking.ask(key, request(user(text))) for text in ("one", "two")]
+    assert await refused(place.talking.ask(key, request(HI))) is RefusalKind.AWAY
+    place.policy.gate.set()
+    assert [(await take(one)).text for one in under_way] == ["Answer 0.", "Answer 1."]
+    await place.say(key, HI)
+    assert len(await place.traces()) == 3
+    assert len(place.talking._conversations) == 2
+
+
+@pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
+async def test_of_the_idle_conversations_the_one_that_was_silent_longest_makes_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 3)
+    key = await place.key()
+    gate = place.policy.gate = asyncio.Event()
+    busy = await place.talking.ask(key, request(user("busy")))
+    await until(lambda: len(gate._waiters) == 1)
+    place.policy.gate = None
+    first, second = [await place.say(key, user(text)) for text in ("first", "second")]
+    await place.say(key, user("first"), said(first), user("and?"))
+    await take(await place.talking.ask(key, replace(request(HI), num_bytes=num_bytes)))
+    gate.set()
+    assert (await take(busy)).text == "Answer 4."
+    await place.say(key, user("second"), said(second), user("and?"))
+    turns = [[one.turn for one in record] for record in (await place.traces()).values()]
+    assert sorted(sorted({*numbers}) for numbers in turns) == [[0], [0], [0], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"num_bytes": 50}, {}])
+async def test_a_refused_request_lets_no_conversation_go_and_leaves_none(
+    place: Place, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    """One that may not be, and two that are too long, of which one is read beside the loop."""
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    key = await place.key()
+    await place.say(key, HI)
+    await place.say(key, user("good day"))
+    kept = list(place.talking._conversations)
+    await refused(place.talking.ask(key, replace(request(user("too long " * 9000)), **wrong)))
+    assert list(place.talking._conversations) == kept
+
+
 async def test_a_conversation_that_could_not_be_stored_is_let_go_and_goes_on_as_another(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
