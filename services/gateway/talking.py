@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -161,17 +161,17 @@ class Talking:
         name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
         async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
             with self._repeating(given, ask) as asked_before:
-                presented, _ = await self._known(key, num_turns=int(asked_before is None))
-                job = await self._jobs.get(presented.job)
-                conversation = asked_before or self._continued(presented.id, ask)
-                conversation = conversation or self._another(presented, job, ask.user)
-                delivery = await conversation.episode.ask(ask)
+                async with self._charged(key, num_turns=int(asked_before is None)) as presented:
+                    job = await self._jobs.get(presented.job)
+                    conversation = asked_before or self._continued(presented.id, ask)
+                    conversation = conversation or self._another(presented, job, ask.user)
+                    delivery = await conversation.episode.ask(ask)
                 self._hold(conversation)
         delivery.trace = str(conversation.trace)
         return delivery
 
     async def count_tokens(self, key: str, ask: TurnRequest) -> int:
-        presented, _ = await self._known(key)
+        presented = await self._known(key)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
         return await conversation.episode.count_tokens(ask)
@@ -208,10 +208,29 @@ class Talking:
             except (Away, RedisFault) as error:
                 get_logger().warning("jobs that are over are left later", error=str(error))
 
-    async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKeyRecord]:
+    async def _known(self, key: str) -> Presented:
+        presented, found = await self._used(key)
+        self._check_age(found)
+        return presented
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, key: str, num_turns: int) -> AsyncIterator[Presented]:
+        """Where what is done inside is refused, the turns are given back."""
+        token, has_begun = secrets.token_hex(8), False
+        presented, found = await self._used(key, num_turns, token)
+        try:
+            self._check_age(found)
+            yield presented
+            has_begun = True
+        finally:
+            if num_turns and not has_begun:
+                with contextlib.suppress(Away):  # the client is to hear why it was refused
+                    await self._talks.give_back(presented, num_turns, token)
+
+    async def _used(self, key: str, num_turns: int = 0, token: str = "") -> tuple[Presented, TalkKeyRecord]:
         presented = Presented.read(key)
         try:
-            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns)
+            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns, token=token)
         except Fenced:
             found = None
         except Full as full:
@@ -220,9 +239,11 @@ class Talking:
             raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
         if presented is None or found is None:
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
-        if found.expires_at is not None and found.expires_at < self._now():
-            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
         return presented, found
+
+    def _check_age(self, key: TalkKeyRecord) -> None:
+        if key.expires_at is not None and key.expires_at < self._now():
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
 
     @contextlib.contextmanager
     def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[_Conversation | None]:

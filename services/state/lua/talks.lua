@@ -89,6 +89,17 @@ register("use_talk_key", FREES, function(keys, args)
   return row_of(K, args[1], record)
 end)
 
+-- id, turns, token of the call that added them -> 1, or 0 where it added none, or they were given back
+register("give_back_talk_turns", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local was_added = redis.call("ZREM", K.talk_calls, args[1] .. "/" .. args[3]) == 1
+  if was_added and redis.call("HEXISTS", K.talk_keys, args[1]) == 1 then
+    redis.call("HINCRBY", K.talk_used, args[1] .. ":turns", -args[2])
+    return 1
+  end
+  return 0
+end)
+
 local function drop_oldest(K, keep_bytes, until_ms, most)
   local bytes, count = number_of(K.talk_used, "bytes"), 0
   while count < most do

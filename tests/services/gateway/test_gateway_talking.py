@@ -17,7 +17,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes.counters import Counters
-from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
+from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, TurnRequest
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
 from services.gateway.lengths import LONG_BYTES
@@ -286,6 +286,39 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert (await place.talks.all(place.job))[0].num_turns == 2
     assert (await place.say(key, HI, is_retry=True)).id == first.id  # also when all is used up
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (request(HI, max_tokens=0), RefusalKind.INVALID),
+        (request(HI, {"role": "assistant", "content": "me"}), RefusalKind.INVALID),
+        (request(user("too long " * 9000)), RefusalKind.TOO_LONG),
+        (replace(request(user("too long " * 9000)), num_bytes=50), RefusalKind.TOO_LONG),
+    ],
+    ids=["no tokens", "own words last", "too long by far", "too long"],
+)
+async def test_a_request_that_is_refused_uses_nothing_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch, asked: TurnRequest, kind: RefusalKind
+) -> None:
+    key = await place.key(max_turns=1)
+    sent_again(monkeypatch, by_the_client=True)
+    for _ in range(3):
+        assert await refused(place.talking.ask(key, asked)) is kind
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+    assert await refused(place.talking.ask(key, asked)) is RefusalKind.OVER_BUDGET
+    assert (await place.talks.all(place.job))[0].num_turns == 1
+
+
+async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*given: Any) -> None:
+        raise Away(AwayReason.UNREACHABLE)
+
+    monkeypatch.setattr(Talks, "give_back", away)
+    assert await refused(place.say(await place.key(), HI, max_tokens=0)) is RefusalKind.INVALID
 
 
 @pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
