@@ -110,6 +110,11 @@ class AgentEpisode:
         """The limit that the last request, or the last turn, met."""
         return self._budget.stopped
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is sampled or on its way to a client, and no long request is being read."""
+        return not self._live and not self._deciding
+
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
         self._tape.restore(record)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -37,7 +37,7 @@ from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetenti
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
 
-# Beyond these the one that was silent longest is let go; if it goes on, that is another trace.
+# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace.
 MAX_CONVERSATIONS = 256
 MAX_TURNS = 1000
 LEAVE_EVERY_S = 60.0
@@ -65,7 +65,15 @@ class TraceRecords:
         if self._redact is not None:
             payloads = await redacted(segments, self._codec, self._redact)
         await self._talks.record(
-            job, self._key, trace, self._user, payloads, tokens=tokens, s=engine_s, keep=self._keep
+            job,
+            self._key,
+            trace,
+            self._user,
+            payloads,
+            tokens=tokens,
+            s=engine_s,
+            keep=self._keep,
+            index=given[0].index,
         )
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
@@ -114,6 +122,10 @@ class _Conversation:
     job: TalkJob
     episode: AgentEpisode
 
+    @property
+    def trace(self) -> int:
+        return self.episode.key.group
+
 
 class Talking:
     """The ``Turns`` of keys that begin with ``tk_``."""
@@ -136,6 +148,8 @@ class Talking:
         self._redact = redact
         self._conversations: OrderedDict[int, _Conversation] = OrderedDict()
         """By trace; the one that was silent longest first."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Ends of conversations that are not found any more."""
         self._repeated: set[str] = set()
         self._deciding: Deciding = {}
         """Requests without a turn yet, by their key and what is equal in those that repeat them."""
@@ -146,19 +160,21 @@ class Talking:
         given = Presented.read(key)
         name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
         async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
-            with self._repeating(given, ask) as is_given_again:
-                presented, _ = await self._known(key, num_turns=int(not is_given_again))
-                job = await self._jobs.get(presented.job)
-                conversation = self._continued(presented.id, ask) or self._begin(presented, job, ask.user)
-                delivery = await conversation.ask(ask)
-        delivery.trace = str(conversation.key.group)
+            with self._repeating(given, ask) as asked_before:
+                async with self._charged(key, num_turns=int(asked_before is None)) as presented:
+                    job = await self._jobs.get(presented.job)
+                    conversation = asked_before or self._continued(presented.id, ask)
+                    conversation = conversation or self._another(presented, job, ask.user)
+                    delivery = await conversation.episode.ask(ask)
+                self._hold(conversation)
+        delivery.trace = str(conversation.trace)
         return delivery
 
     async def count_tokens(self, key: str, ask: TurnRequest) -> int:
-        presented, _ = await self._known(key)
+        presented = await self._known(key)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
-        return await conversation.count_tokens(ask)
+        return await conversation.episode.count_tokens(ask)
 
     async def model_names(self, key: str) -> tuple[str, ...]:
         await self._known(key)
@@ -172,9 +188,9 @@ class Talking:
 
     async def close(self) -> None:
         """Whoever waits is told to ask again."""
-        for conversation in self._conversations.values():
-            await conversation.episode.abandon()
-        self._conversations.clear()
+        for trace in list(self._conversations):
+            self._let_go(trace)
+        await asyncio.gather(*self._leaving)
         await self._jobs.close()
 
     async def leave_ended(self) -> None:
@@ -182,8 +198,7 @@ class Talking:
         await self._jobs.leave_ended()
         for trace, conversation in list(self._conversations.items()):
             if conversation.job.leaving.is_set():
-                self._conversations.pop(trace, None)
-                await conversation.episode.abandon()
+                self._let_go(trace)
 
     async def leave_ended_for_ever(self, every_s: float = LEAVE_EVERY_S) -> None:
         while True:
@@ -193,10 +208,29 @@ class Talking:
             except (Away, RedisFault) as error:
                 get_logger().warning("jobs that are over are left later", error=str(error))
 
-    async def _known(self, key: str, *, num_turns: int = 0) -> tuple[Presented, TalkKeyRecord]:
+    async def _known(self, key: str) -> Presented:
+        presented, found = await self._used(key)
+        self._check_age(found)
+        return presented
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, key: str, num_turns: int) -> AsyncIterator[Presented]:
+        """Where what is done inside is refused, the turns are given back."""
+        token, has_begun = secrets.token_hex(8), False
+        presented, found = await self._used(key, num_turns, token)
+        try:
+            self._check_age(found)
+            yield presented
+            has_begun = True
+        finally:
+            if num_turns and not has_begun:
+                with contextlib.suppress(Away):  # the client is to hear why it was refused
+                    await self._talks.give_back(presented, num_turns, token)
+
+    async def _used(self, key: str, num_turns: int = 0, token: str = "") -> tuple[Presented, TalkKeyRecord]:
         presented = Presented.read(key)
         try:
-            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns)
+            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns, token=token)
         except Fenced:
             found = None
         except Full as full:
@@ -205,43 +239,69 @@ class Talking:
             raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
         if presented is None or found is None:
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
-        if found.expires_at is not None and found.expires_at < self._now():
-            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
         return presented, found
 
+    def _check_age(self, key: TalkKeyRecord) -> None:
+        if key.expires_at is not None and key.expires_at < self._now():
+            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
+
     @contextlib.contextmanager
-    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[bool]:
-        """Whether it gets a turn that was used up before. Of equal requests at once that is one: a turn that was lost
-        is given again to one of them, and the others begin turns."""
+    def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[_Conversation | None]:
+        """The conversation with a turn for it that was used up before. Of equal requests at once one gets that: a turn
+        that was lost is given again to one of them, and the others begin turns."""
         name = "" if presented is None else f"{presented.id} {ask.digest}"
-        found = None if presented is None or name in self._repeated else self._continued(presented.id, ask)
-        is_given_again = found is not None and found.gives_again(ask)
-        if is_given_again:
+        found = None
+        if presented is not None and name not in self._repeated:
+            found = next((one for one in self._theirs(presented.id, ask) if one.episode.gives_again(ask)), None)
+        if found is not None:
             self._repeated.add(name)
+            self._conversations.move_to_end(found.trace)
         try:
-            yield is_given_again
+            yield found
         finally:
-            if is_given_again:
+            if found is not None:
                 self._repeated.discard(name)
 
-    def _continued(self, key: str, ask: TurnRequest) -> AgentEpisode | None:
+    def _continued(self, key: str, ask: TurnRequest) -> _Conversation | None:
+        """All its messages are looked at, in each conversation."""
+        return next((one for one in self._theirs(key, ask) if one.episode.knows(ask)), None)
+
+    def _theirs(self, key: str, ask: TurnRequest) -> Iterator[_Conversation]:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
-        for trace, one in reversed(self._conversations.items()):
+        for one in reversed(self._conversations.values()):
             is_theirs = one.key == key and ask.user in ("", one.user) and not one.job.leaving.is_set()
-            if is_theirs and len(one.episode.history.entries) < MAX_TURNS and one.episode.knows(ask):
-                self._conversations.move_to_end(trace)
-                return one.episode
-        return None
+            if is_theirs and len(one.episode.history.entries) < MAX_TURNS:
+                yield one
 
-    def _begin(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
-        episode = self._conversation(presented, job, user)
-        self._conversations[episode.key.group] = _Conversation(presented.id, user, job, episode)
-        if len(self._conversations) > MAX_CONVERSATIONS:
-            _, oldest = self._conversations.popitem(last=False)
-            asyncio.get_running_loop().create_task(oldest.episode.abandon())
-        return episode
+    def _another(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
+        """Kept once something is answered in it. Raises ``Refusal``."""
+        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None:
+            raise Refusal(RefusalKind.AWAY, "too many conversations are being answered at this gateway; ask again")
+        return self._conversation(presented, job, user)
 
-    def _conversation(self, presented: Presented, job: TalkJob, user: str) -> AgentEpisode:
+    def _hold(self, conversation: _Conversation) -> None:
+        """It was silent for the shortest time; those that are idle make room for it."""
+        trace = conversation.trace
+        if trace not in self._conversations:
+            # Its record may have a hole then: what goes on from it begins another.
+            conversation.episode.failure.add_done_callback(lambda _: self._let_go(trace))
+        self._conversations[trace] = conversation
+        self._conversations.move_to_end(trace)
+        # Long requests that were read at the same time may have found the same room.
+        while len(self._conversations) > MAX_CONVERSATIONS and (idle := self._idle()) is not None:
+            self._let_go(idle)
+
+    def _idle(self) -> int | None:
+        return next((trace for trace, one in self._conversations.items() if one.episode.is_idle), None)
+
+    def _let_go(self, trace: int) -> None:
+        """It is not found any more, and what it samples ends soon."""
+        if (found := self._conversations.pop(trace, None)) is not None:
+            leaving = asyncio.get_running_loop().create_task(found.episode.abandon())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+    def _conversation(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
         jobs, records = self._jobs, self._records(presented.id, user, job.codec)
         setting = EpisodeSetting(
             driver=_Nobody(),
@@ -261,7 +321,8 @@ class Talking:
         tape = Tape(order.key, 0, order.temperature)
         meter = Meter(Timings(), jobs.counters, jobs.clock)
         most = STOP_CHUNK_TOKENS if self._redact is None else order.max_turn_tokens
-        return AgentEpisode(setting, order, tape, meter, self._now, most)
+        episode = AgentEpisode(setting, order, tape, meter, self._now, most)
+        return _Conversation(presented.id, user, job, episode)
 
     def _records(self, key: str, user: str, codec: ChatCodec) -> TraceRecords:
         return TraceRecords(self._talks, key, user, self._keep, codec, self._redact)

@@ -67,9 +67,11 @@ JOB_KEYS = (
     "loans",
     # These stay when the job has ended.
     "talk_keys",  # hash: id -> packed {digest, shown, turns, tokens, ms} of keys that talk without an episode
-    "talk_used",  # hash: "id:turns" and so on -> what a key has used; bytes -> of all traffic
+    "talk_used",  # hash: "id:turns" and so on -> what a key has used; bytes -> of all traffic;
+    # calls -> that talk_calls was told of
     "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes, the age by whoever sweeps
     "uses",  # sorted set: requests that are making a job out of this one -> when they began (Unix s)
+    "talk_calls",  # sorted set, bounded: "key/token" and "trace/index" of calls that added to the above, in order
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)

@@ -40,7 +40,7 @@ ROLLOUT_FUNCTIONS = (
 GATEWAY_FUNCTIONS = (
     *(*ROLLOUT_FUNCTIONS, "secret", "offer", "expire_loan", "loans", "holder_of"),
     *("await_reward", "look_at_reward", "post_reward", "remember_rewards"),
-    *("use_talk_key", "record_traffic", "drop_old_traffic"),
+    *("use_talk_key", "give_back_talk_turns", "record_traffic", "drop_old_traffic"),
 )
 
 USERS: Mapping[str, Sequence[str]] = {

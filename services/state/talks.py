@@ -106,10 +106,16 @@ class Talks:
     async def revoke(self, job: str, id: str) -> bool:
         return bool(await self._functions.call("revoke_talk_key", job_keys(job), id))
 
-    async def use(self, presented: Presented, *, num_turns: int = 0) -> TalkKeyRecord:
-        """Raises Fenced for a key that is none, and Full, which names what it has used up."""
+    async def use(self, presented: Presented, *, num_turns: int = 0, token: str = "") -> TalkKeyRecord:
+        """``token``: of this call, to give its turns back. Raises Fenced for a key that is none, and Full, which names
+        what it has used up."""
+        given = presented.id, presented.digest, num_turns, token or secrets.token_hex(8)
+        return _read(await self._functions.call("use_talk_key", job_keys(presented.job), *given))
+
+    async def give_back(self, presented: Presented, num_turns: int, token: str) -> None:
+        """The turns of the ``use`` that had this token were not needed."""
         keys = job_keys(presented.job)
-        return _read(await self._functions.call("use_talk_key", keys, presented.id, presented.digest, num_turns))
+        await self._functions.call("give_back_talk_turns", keys, presented.id, num_turns, token)
 
     async def record(
         self,
@@ -122,11 +128,13 @@ class Talks:
         tokens: int,
         s: float,
         keep: TrafficRetention,
+        index: int | None = None,
     ) -> None:
-        """Raises Fenced once the key is revoked."""
-        bounds = keep.bytes, keep.ms
+        """``index``: in the trace, of the first segment; told again, nothing is recorded again. Raises Fenced once the
+        key is revoked."""
+        bounds, place = (keep.bytes, keep.ms), trace if index is None else f"{trace}/{index}"
         await self._functions.call(
-            "record_traffic", job_keys(job), key, trace, user, tokens, int(s * 1000), *bounds, *payloads
+            "record_traffic", job_keys(job), key, place, user, tokens, int(s * 1000), *bounds, *payloads
         )
 
     async def drop_old(self, job: str, keep: TrafficRetention) -> int:

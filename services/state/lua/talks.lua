@@ -5,6 +5,23 @@
 
 local USES = {"turns", "tokens", "ms"}
 
+-- Calls that added to something, by the key or the trace to which they did and a token of their own: one that is sent
+-- again, which is within seconds, adds nothing. Without a token ("") it is never sent again.
+local TALK_CALLS_KEPT = 16384
+
+local function was_called(K, whose, token)
+  return token ~= "" and redis.call("ZSCORE", K.talk_calls, whose .. "/" .. token)
+end
+
+local function remember_call(K, whose, token)
+  if token ~= "" then
+    redis.call("ZADD", K.talk_calls, redis.call("HINCRBY", K.talk_used, "calls", 1), whose .. "/" .. token)
+    if redis.call("ZCARD", K.talk_calls) > TALK_CALLS_KEPT then
+      redis.call("ZPOPMIN", K.talk_calls)
+    end
+  end
+end
+
 -- id, digest, then what is to be shown of it as JSON, and the most turns, tokens and milliseconds ("" for no limit)
 register("make_talk_key", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
@@ -49,22 +66,38 @@ register("revoke_talk_key", FREES, function(keys, args)
   return redis.call("HDEL", K.talk_keys, args[1])
 end)
 
--- id, digest, turns to add -> the row. Refused: FENCED where the key is not, or no more; FULL, with the name of what it
--- has used up, where a turn is to be added.
+-- id, digest, turns to add, token of the call (may be absent) -> the row. Refused: FENCED where the key is not, or no more;
+-- FULL, with the name of what it has used up, where a turn is to be added.
 register("use_talk_key", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local record = read_packed(K.talk_keys, args[1])
   if not record or record.digest ~= args[2] then
     return refuse("FENCED", "key " .. args[1])
   end
+  local token = args[4] or ""
+  if args[3] == "0" or was_called(K, args[1], token) then
+    return row_of(K, args[1], record)
+  end
   local used = uses_of(K, args[1])
   for position, name in ipairs(USES) do
-    if args[3] ~= "0" and record[name] ~= "" and tonumber(used[position]) >= tonumber(record[name]) then
+    if record[name] ~= "" and tonumber(used[position]) >= tonumber(record[name]) then
       return refuse("FULL", name)
     end
   end
   redis.call("HINCRBY", K.talk_used, args[1] .. ":turns", args[3])
+  remember_call(K, args[1], token)
   return row_of(K, args[1], record)
+end)
+
+-- id, turns, token of the call that added them -> 1, or 0 where it added none, or they were given back
+register("give_back_talk_turns", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local was_added = redis.call("ZREM", K.talk_calls, args[1] .. "/" .. args[3]) == 1
+  if was_added and redis.call("HEXISTS", K.talk_keys, args[1]) == 1 then
+    redis.call("HINCRBY", K.talk_used, args[1] .. ":turns", -args[2])
+    return 1
+  end
+  return 0
 end)
 
 local function drop_oldest(K, keep_bytes, until_ms, most)
@@ -90,19 +123,25 @@ register("drop_old_traffic", FREES, function(keys, args)
   return drop_oldest(named(JOB_KEYS, keys), tonumber(args[1]), until_ms, tonumber(args[3]))
 end)
 
--- key, trace, user, tokens, milliseconds, most bytes and milliseconds to keep, segments
+-- key, trace or trace/index (of the first segment, the token of the call), user, tokens, milliseconds, most bytes and
+-- milliseconds to keep, segments
 register("record_traffic", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
+  local trace, token = string.match(args[2], "^(%d+)/?(.*)$")
+  if was_called(K, trace, token) then
+    return 1
+  end
   if redis.call("HEXISTS", K.talk_keys, args[1]) == 0 then
     return refuse("FENCED", "key " .. args[1])
   end
   local last
   for position = 8, #args do
-    last = redis.call("XADD", K.traffic, "*", "k", args[1], "t", args[2], "u", args[3], "d", args[position])
+    last = redis.call("XADD", K.traffic, "*", "k", args[1], "t", trace, "u", args[3], "d", args[position])
     redis.call("HINCRBY", K.talk_used, "bytes", #args[position])
   end
   redis.call("HINCRBY", K.talk_used, args[1] .. ":tokens", args[4])
   redis.call("HINCRBY", K.talk_used, args[1] .. ":ms", args[5])
+  remember_call(K, trace, token)
   drop_oldest(K, tonumber(args[6]), tonumber(string.match(last or "0", "^%d+")) - tonumber(args[7]), math.huge)
   return 1
 end)

@@ -17,7 +17,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes.counters import Counters
-from services.gateway.dialects.turns import Answer, Refusal, RefusalKind
+from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, TurnRequest
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
 from services.gateway.lengths import LONG_BYTES
@@ -28,6 +28,7 @@ from services.gateway.talking import Talking
 from services.state.away import Away, AwayReason
 from services.state.functions import Functions
 from services.state.keys import job_key
+from services.state.refusals import Damaged
 from services.state.retry import Backoff, Retrier
 from services.state.store import Store
 from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
@@ -287,6 +288,39 @@ async def test_a_retry_uses_nothing_up(place: Place) -> None:
     assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (request(HI, max_tokens=0), RefusalKind.INVALID),
+        (request(HI, {"role": "assistant", "content": "me"}), RefusalKind.INVALID),
+        (request(user("too long " * 9000)), RefusalKind.TOO_LONG),
+        (replace(request(user("too long " * 9000)), num_bytes=50), RefusalKind.TOO_LONG),
+    ],
+    ids=["no tokens", "own words last", "too long by far", "too long"],
+)
+async def test_a_request_that_is_refused_uses_nothing_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch, asked: TurnRequest, kind: RefusalKind
+) -> None:
+    key = await place.key(max_turns=1)
+    sent_again(monkeypatch, by_the_client=True)
+    for _ in range(3):
+        assert await refused(place.talking.ask(key, asked)) is kind
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+    assert await refused(place.talking.ask(key, asked)) is RefusalKind.OVER_BUDGET
+    assert (await place.talks.all(place.job))[0].num_turns == 1
+
+
+async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*given: Any) -> None:
+        raise Away(AwayReason.UNREACHABLE)
+
+    monkeypatch.setattr(Talks, "give_back", away)
+    assert await refused(place.say(await place.key(), HI, max_tokens=0)) is RefusalKind.INVALID
+
+
 @pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
 @pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
 async def test_a_request_and_its_retry_at_once_are_one_turn(
@@ -332,6 +366,154 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
     assert lost.id in {one.id for one in answers}
     assert len(answers) == 2
     assert (await place.talks.all(place.job))[0].num_turns == 2
+
+
+async def test_conversations_that_are_being_answered_stay_and_another_is_told_to_ask_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    key = await place.key()
+    place.policy.gate = asyncio.Event()
+    under_way = [await place.talking.ask(key, request(user(text))) for text in ("one", "two")]
+    assert await refused(place.talking.ask(key, request(HI))) is RefusalKind.AWAY
+    place.policy.gate.set()
+    assert [(await take(one)).text for one in under_way] == ["Answer 0.", "Answer 1."]
+    await place.say(key, HI)
+    assert len(await place.traces()) == 3
+    assert len(place.talking._conversations) == 2
+
+
+@pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
+async def test_of_the_idle_conversations_the_one_that_was_silent_longest_makes_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 3)
+    key = await place.key()
+    gate = place.policy.gate = asyncio.Event()
+    busy = await place.talking.ask(key, request(user("busy")))
+    await until(lambda: len(gate._waiters) == 1)
+    place.policy.gate = None
+    first, second = [await place.say(key, user(text)) for text in ("first", "second")]
+    await place.say(key, user("first"), said(first), user("and?"))
+    await take(await place.talking.ask(key, replace(request(HI), num_bytes=num_bytes)))
+    gate.set()
+    assert (await take(busy)).text == "Answer 4."
+    await place.say(key, user("second"), said(second), user("and?"))
+    turns = [[one.turn for one in record] for record in (await place.traces()).values()]
+    assert sorted(sorted({*numbers}) for numbers in turns) == [[0], [0], [0], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"num_bytes": 50}, {}])
+async def test_a_refused_request_lets_no_conversation_go_and_leaves_none(
+    place: Place, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    """One that may not be, and two that are too long, of which one is read beside the loop."""
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    key = await place.key()
+    await place.say(key, HI)
+    await place.say(key, user("good day"))
+    kept = list(place.talking._conversations)
+    await refused(place.talking.ask(key, replace(request(user("too long " * 9000)), **wrong)))
+    assert list(place.talking._conversations) == kept
+
+
+async def test_a_conversation_that_could_not_be_stored_is_let_go_and_goes_on_as_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    first = await place.say(key, HI)
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "record", failing)
+        assert await refused(place.say(key, HI, said(first), user("and?"))) is RefusalKind.AWAY
+    await until(lambda: not place.talking._conversations)
+    again = await place.say(key, HI, said(first), user("and?"))
+    await place.say(key, HI, said(first), user("and?"), said(again), user("so?"))
+    assert [{one.turn for one in record} for record in (await place.traces()).values()] == [{0}, {0, 1}]
+
+
+async def failing(*given: Any, **named: Any) -> None:
+    raise Damaged("a record cannot be read")
+
+
+async def test_turns_beside_one_that_could_not_be_stored_are_not_sampled_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    place.policy.gate, place.policy.silent_after = asyncio.Event(), 1
+    monkeypatch.setattr(Talks, "record", failing)
+    lost, beside = [await place.talking.ask(key, request(HI, max_tokens=number)) for number in (1000, 999)]
+    (conversation,) = place.talking._conversations.values()
+    place.policy.gate.set()
+    assert await refused(lost.whole()) is RefusalKind.AWAY
+    assert await refused(beside.whole()) is RefusalKind.AWAY
+    await until(lambda: not conversation.episode._tasks)
+
+
+async def test_all_conversations_are_looked_at_once_for_a_request(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await place.key()
+    first = await place.say(key, HI)
+    for number in range(3):
+        await place.say(key, user(f"question {number}"))
+    placed, looked_at = TurnPlanner.place, list[TurnPlanner]()
+
+    def counts(self: TurnPlanner, ask: Any) -> Any:
+        looked_at.append(self)
+        return placed(self, ask)
+
+    monkeypatch.setattr(TurnPlanner, "place", counts)
+    await place.say(key, HI, said(first), user("and?"))
+    found = looked_at.pop()  # it goes on there
+    assert looked_at[-1] is found
+    assert len(looked_at) == len(set(looked_at)) == 4
+    looked_at.clear()
+    assert (await place.say(key, HI, is_retry=True)).id == first.id
+    assert not looked_at  # a retry is known without
+    await place.say(key, user("another"))
+    assert len(looked_at) == len(set(looked_at)) == 5  # its own among them
+
+
+def sent_again(monkeypatch: pytest.MonkeyPatch, *, by_the_client: bool) -> None:
+    """Replies are lost: the client of Redis sends each call again, or we do."""
+    fcall, lost = Functions._fcall, set[Any]()
+
+    async def loses(self: Functions, name: str, keys: Any, args: Any) -> Any:
+        reply = await fcall(self, name, keys, args)
+        if by_the_client:
+            return await fcall(self, name, keys, args)
+        if name == "record_traffic" and args not in lost:
+            lost.add(args)
+            raise Away(AwayReason.UNREACHABLE)
+        return reply
+
+    monkeypatch.setattr(Functions, "_fcall", loses)
+
+
+@pytest.mark.parametrize("by_the_client", [True, False])
+async def test_what_is_sent_again_after_a_lost_reply_counts_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, by_the_client: bool
+) -> None:
+    key = await place.key(max_turns=2)
+    sent_again(monkeypatch, by_the_client=by_the_client)
+    first = await place.say(key, HI)
+    await place.say(key, HI, said(first), user("and?"))
+    (record,) = (await place.traces()).values()
+    judge(record, place.policy.served)
+    (shown,) = await place.talks.all(place.job)
+    assert (shown.num_turns, shown.num_tokens) == (2, sum(one.num_actions for one in record))
+    assert await refused(place.say(key, HI)) is RefusalKind.OVER_BUDGET
+
+
+async def test_calls_are_told_apart_by_their_place_in_a_trace(place: Place) -> None:
+    """Also when the key was revoked between a call and its repetition."""
+    await place.key()
+    for trace, index in ((7, 0), (7, 1), (70, 1), (7, 0)):
+        await place.talks.record(place.job, "0123456789ab", trace, "", [b"x"], tokens=1, s=0.0, keep=KEEP, index=index)
+    assert [entry.trace for entry in await place.talks.traffic(place.job)] == [7, 7, 70]
+    await place.talks.revoke(place.job, "0123456789ab")
+    await place.talks.record(place.job, "0123456789ab", 70, "", [b"x"], tokens=1, s=0.0, keep=KEEP, index=1)
+    assert len(await place.talks.traffic(place.job)) == 3
 
 
 @pytest.fixture
