@@ -1,48 +1,57 @@
-"""Exports of checkpoints that this process has under way; what is ready lies in the job's directory.
+"""Exports of checkpoints: those of this process, and what others of the API are at; what is ready lies in the job's
+directory.
 
-Rule: a checkpoint is exported once, however many requests ask, and one export runs at a time, in a process of its own;
-a directory that exists is whole. An export that ends with this process starts anew at the next request.
+Rule: a checkpoint is exported once, however many requests ask whichever process, and a process runs one export at a
+time, in a process of its own; a directory that exists is whole. An export that ends with its process starts anew at
+the next request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from gspo_core.position import Position
 from services.api.views.checkpoint_views import ExportView
 from services.files.durable import remove_directory
+from services.files.export_claim import BEAT_S, ExportClaim
 from services.files.job_dir import JobDir
 
 # Each loads a model.
 MAX_TOGETHER = 1
-MAX_FAILURES = 100
 
 
 class Exports:
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(MAX_TOGETHER)
         self._running: dict[Path, asyncio.Task[None]] = {}
-        self._failures: dict[Path, str] = {}
+        self._unwritten: dict[Path, str] = {}
+        """Why exports failed where not even that could be written."""
 
     def view(self, job_dir: JobDir, at: Position) -> ExportView:
+        """Blocking: call it in a thread."""
         path = job_dir.export(at)
         if path.is_dir():
             return ExportView(status="ready", path=job_dir.shown(path), message=None)
-        if path in self._running:
+        claim = ExportClaim(path)
+        if path in self._running or claim.is_held:
             return ExportView(status="exporting", path=None, message=None)
-        failure = self._failures.get(path)
-        return ExportView(status="failed" if failure else "none", path=None, message=failure)
+        failure = claim.failure or self._unwritten.get(path)
+        return ExportView(status="none" if failure is None else "failed", path=None, message=failure)
 
     def begin(self, job_dir: JobDir, at: Position) -> None:
         path = job_dir.export(at)
         if not path.is_dir() and path not in self._running:
-            self._failures.pop(path, None)
+            self._unwritten.pop(path, None)
             self._running[path] = asyncio.create_task(self._export(job_dir, at), name=f"export {path}")
 
     def remove(self, job_dir: JobDir, at: Position) -> None:
         """Blocking: call it in a thread."""
-        remove_directory(job_dir.export(at))
+        path = job_dir.export(at)
+        remove_directory(path)
+        ExportClaim(path).forget()
 
     async def close(self) -> None:
         """Abandon the running exports; their processes end with this one."""
@@ -53,12 +62,38 @@ class Exports:
         from services.files.export import ExportFailed, export_checkpoint  # few processes of the API ever export
 
         path = job_dir.export(at)
+        claim, failure = ExportClaim(path), None
         try:
-            async with self._room:
+            if not await _taken(claim, path):
+                return
+            async with _kept(claim), self._room:
                 await asyncio.to_thread(export_checkpoint, job_dir, at.epoch, at.step, path)
         except (ExportFailed, OSError) as error:
-            while len(self._failures) >= MAX_FAILURES:
-                self._failures.pop(next(iter(self._failures)))
-            self._failures[path] = str(error)
+            failure = str(error)
         finally:
+            try:
+                claim.leave(failure)
+            except OSError:  # its claim becomes stale
+                self._unwritten |= {path: failure} if failure else {}
             self._running.pop(path, None)
+
+
+async def _taken(claim: ExportClaim, path: Path) -> bool:
+    """Wait while another process of the API has it, which may have ended; False once the export is there."""
+    while not await asyncio.to_thread(claim.take):
+        await asyncio.sleep(BEAT_S)
+    return not await asyncio.to_thread(path.is_dir)
+
+
+@contextlib.asynccontextmanager
+async def _kept(claim: ExportClaim) -> AsyncIterator[None]:
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await asyncio.to_thread(claim.beat)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 
 from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
+from services.files.export import ExportFailed
+from services.files.export_claim import STALE_S, ExportClaim
 from services.files.job_dir import JobDir, step_name
 from services.state.jobs import DesiredState, WentBack
 from services.state.store import Store
+from tests.patience import HANG_S
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 
 
@@ -132,6 +136,83 @@ async def test_an_export_that_fails_says_why(http: httpx.AsyncClient, job: str, 
     assert begun["status"] == "failed"
     assert begun["message"]
     assert begun["path"] is None
+
+
+async def shown(http: httpx.AsyncClient, where: str, status: str) -> dict[str, Any]:
+    """Its export, once it has this status."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            export: dict[str, Any] = (await http.get(where)).json()["export"]
+            if export["status"] == status:
+                return export
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("why", ["", "no room"])
+async def test_every_process_of_the_api_knows_what_another_exports(
+    http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+):
+    write(tmp_path / "jobs", job, 10)
+    where, may_end, num_begun = f"/v1/checkpoints/{job}/1/10", threading.Event(), 0
+
+    def export(job_dir: JobDir, epoch: int, step: int, target: Path) -> Path:
+        nonlocal num_begun
+        num_begun += 1
+        may_end.wait(HANG_S)
+        if why:
+            raise ExportFailed(why)
+        target.mkdir()
+        return target
+
+    monkeypatch.setattr("services.files.export.export_checkpoint", export)
+    monkeypatch.setattr("services.api.views.exports.BEAT_S", 0.01)
+    async with application(store, jobs_dir=tmp_path / "jobs") as other, http_to(other) as elsewhere:
+        assert (await http.post(f"{where}/export")).json()["export"]["status"] == "exporting"
+        while not num_begun:
+            await asyncio.sleep(0.01)
+        assert (await elsewhere.get(where)).json()["export"]["status"] == "exporting"
+        if not why:
+            await elsewhere.post(f"{where}/export")
+        may_end.set()
+        said = [await shown(one, where, "failed" if why else "ready") for one in (http, elsewhere)]
+        assert [one["message"] for one in said] == [why or None] * 2
+        assert num_begun == 1
+
+
+async def test_an_export_whose_process_was_killed_is_begun_again(
+    http: httpx.AsyncClient, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path / "jobs", job, 10)
+    export = JobDir(tmp_path / "jobs" / job).export(Position(1, 10))
+    monkeypatch.setattr("services.files.export.export_checkpoint", lambda *_: export.mkdir())
+    monkeypatch.setattr("services.api.views.exports.BEAT_S", 0.01)
+    clock = [time.time()]
+    killed = ExportClaim(export, lambda: clock[0] - STALE_S + 0.5)
+    assert killed.take()
+    where = f"/v1/checkpoints/{job}/1/10"
+    assert (await http.get(where)).json()["export"]["status"] == "exporting"
+    await http.post(f"{where}/export")
+    await shown(http, where, "ready")
+    assert [one.name for one in export.parent.iterdir()] == [export.name]
+
+
+def test_a_claim_is_its_holders_until_it_is_stale(tmp_path: Path):
+    now = [1000.0]
+    first, second = (ExportClaim(tmp_path / "exports" / "one", lambda: now[0]) for _ in range(2))
+    assert first.take()
+    assert not second.take()
+    now[0] += STALE_S - 1
+    first.beat()
+    now[0] += STALE_S - 1
+    assert not second.take()
+    now[0] += 1
+    assert second.take()
+    first.leave("too late")  # which ends no claim of another
+    assert second.is_held
+    second.leave("why")
+    assert (second.is_held, first.failure) == (False, "why")
+    assert first.take()
+    assert first.failure is None
 
 
 async def test_checkpoints_that_their_trainer_removes_meanwhile_break_no_list(
