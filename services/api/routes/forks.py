@@ -98,7 +98,7 @@ async def fork(
     rewards = recording.by_member(wanted.rewards)
     caller: Caller = request.scope["caller"]
     parent = await context.store.jobs.get(id)
-    step = _newest(parent) if wanted.step is None else wanted.step
+    step = await _step(context, caller, parent, idempotency_key) if wanted.step is None else wanted.step
     digest = recording.digest_of(wanted.rewards)
     at = ParentSpec(
         job=id,
@@ -133,6 +133,13 @@ async def fork(
 
     job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id, bring=bring)
     return submitted(job, response, is_new=job.id == fresh_id)
+
+
+async def _step(context: ApiContext, caller: Caller, parent: JobRecord, key: str | None) -> int:
+    """The newest, also of a repeated request: the one that was the newest then, where that made its job."""
+    made = await submitting.made_under(context, caller, key)
+    at = None if made is None else made.spec_data.get("parent")
+    return _newest(parent) if at is None or at["job"] != parent.id else int(at["step"])
 
 
 def _newest(job: JobRecord) -> int:

@@ -48,8 +48,7 @@ async def submit(
     of others, where the request has more to say of that than the specification. Raises RequestRefused, JobConflict.
     """
     spec = await asyncio.to_thread(pin_model, spec, context.hub)
-    # Keys of different callers never meet: the same text from another caller neither sees nor blocks this job.
-    own_key = f"{caller.name}:{key}" if key else None
+    own_key = _own(caller, key)
 
     async def create(wanted: JobSpec) -> JobRecord:
         return await context.store.jobs.create(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
@@ -83,6 +82,16 @@ async def submit(
                 await asyncio.to_thread(unused.forget_prepared)
             return made
     return await create(filled_in_as(model_as(pinned_as(spec, held), held), held))
+
+
+async def made_under(context: ApiContext, caller: Caller, key: str | None) -> JobRecord | None:
+    """The job of an earlier request of this key."""
+    return await _made_before(context, _own(caller, key), "", is_repetition=False)
+
+
+def _own(caller: Caller, key: str | None) -> str | None:
+    """Keys of different callers never meet: the same text from another caller neither sees nor blocks a job."""
+    return f"{caller.name}:{key}" if key else None
 
 
 async def checked(context: ApiContext, spec: Spec, caller: Caller) -> Spec:

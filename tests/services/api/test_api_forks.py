@@ -20,6 +20,7 @@ from gspo_core.replay.past import Past
 from services.files.job_dir import JobDir, JobsDir
 from services.files.origin import plan
 from services.state.jobs import JobStatus
+from services.state.kept_replies import KeptReplies
 from services.state.queue import Bus
 from services.state.store import Store
 from tests.chaos.disk import Disk
@@ -92,6 +93,21 @@ async def test_a_repeated_fork_makes_one_job(http: httpx.AsyncClient, job: str) 
     answers = [await http.post(f"/v1/jobs/{job}/fork", json={"step": 2}, headers=headers) for _ in range(3)]
     assert len({one.json()["id"] for one in answers}) == 1
     assert len((await http.get(f"/v1/jobs?parent={job}")).json()["data"]) == 1
+
+
+async def test_a_repeated_fork_of_the_newest_step_is_that_of_then(
+    http: httpx.AsyncClient, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API was killed before it kept its answer, and the parent went on meanwhile."""
+    newest = iter((3, 4, 5))
+    monkeypatch.setattr("services.api.routes.forks._newest", lambda _: next(newest))
+    monkeypatch.setattr(KeptReplies, "keep", lambda self, name, _, owner, __: self.drop(name, owner))
+    headers = {"Idempotency-Key": "fork-1"}
+    answers = [await http.post(f"/v1/jobs/{job}/fork", json={}, headers=headers) for _ in range(2)]
+    assert [one.status_code for one in answers] == [201, 201]
+    assert len({one.json()["id"] for one in answers}) == 1
+    other = await http.post(f"/v1/jobs/{job}/fork", json={}, headers={"Idempotency-Key": "fork-2"})
+    assert (other.status_code, other.json()["parent"]["step"]) == (201, 4)
 
 
 @pytest.mark.parametrize(
