@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from services.launch.first_secrets import ROLES
@@ -504,11 +505,13 @@ def _engines(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def _keys(objects: Sequence[Object]) -> Iterator[str]:
-    """SGLang changes its weights for whoever asks, unless the file of its keys says otherwise."""
+    """SGLang changes its weights for whoever asks, unless the file of its keys says otherwise. It reads none of
+    ``--config=FILE``, which is one word."""
     for name, _, template in workloads(objects):
         for container in containers(template):
             mounted = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
-            asks = "--config=/secrets/sglang.yaml" in container.get("args", ()) and "/secrets" in mounted
+            words = container.get("args", ())
+            asks = ("--config", "/secrets/sglang.yaml") in pairwise(words) and "/secrets" in mounted
             if "sglang.launch_server" in container.get("command", ()) and not asks:
                 yield f"{name} asks for no key"
 

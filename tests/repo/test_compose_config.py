@@ -85,7 +85,7 @@ def test_no_gpu_is_given_twice(options: tuple[str, ...], variables: dict[str, st
 def test_the_trainer_has_a_process_for_each_of_its_gpus_and_the_engine_its_arguments() -> None:
     found = services(*GPU, TRAINER_DEVICES="0,1", SGLANG_ARGS="--mem-fraction-static 0.5", SGLANG_TP="2")
     assert "--nproc-per-node=gpu" in found["trainer-gpu"]["command"]
-    assert found["sglang"]["command"][-3:] == ["--config=/secrets/sglang.yaml", "--mem-fraction-static", "0.5"]
+    assert found["sglang"]["command"][-4:] == ["--config", "/secrets/sglang.yaml", "--mem-fraction-static", "0.5"]
     assert "--tp=2" in found["sglang"]["command"]
     assert found["engine"]["deploy"]["replicas"] == found["trainer"]["deploy"]["replicas"] == 0
 

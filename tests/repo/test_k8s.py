@@ -252,7 +252,20 @@ def _restart(objects: list[Any]) -> None:
 
 
 def _open_to_all(objects: list[Any]) -> None:
-    first(objects, "engine")["args"].remove("--config=/secrets/sglang.yaml")
+    words = first(objects, "engine")["args"]
+    at = words.index("--config")
+    del words[at : at + 2]
+
+
+def _keys_in_one_word(objects: list[Any]) -> None:
+    words = first(objects, "engine")["args"]
+    at = words.index("--config")
+    words[at : at + 2] = ["--config=/secrets/sglang.yaml"]
+
+
+def _keys_apart(objects: list[Any]) -> None:
+    words = first(objects, "engine")["args"]
+    words.insert(words.index("--config") + 1, "--enable-metrics")
 
 
 def _member_without_secrets(objects: list[Any]) -> None:
@@ -316,6 +329,8 @@ def test_the_policy_bites(mutation: str) -> None:
         (_restart, "hangs"),
         (_half_of_rdma, "limits of devices differ"),
         (_open_to_all, "engine asks for no key"),
+        (_keys_in_one_word, "engine asks for no key"),
+        (_keys_apart, "engine asks for no key"),
         (_member_without_secrets, "engine member asks for no key"),
     ],
 )

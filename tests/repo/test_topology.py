@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,12 @@ def test_the_images_and_compose_look_at_the_health_of_the_topology() -> None:
     assert isinstance(SGLANG.health, HttpHealth)
     assert SERVICES["sglang"]["healthcheck"]["test"][2:] == ["/probe.sh", "http", str(SGLANG.port), SGLANG.health.live]
     assert f"./{PROBE.removeprefix('/app/')}:/probe.sh:ro" in SERVICES["sglang"]["volumes"]
+
+
+def test_compose_has_sglang_read_the_file_of_its_keys() -> None:
+    """It ignores ``--config=FILE``: the option has to be a word of its own."""
+    words = shlex.split(SERVICES["sglang"]["command"])
+    assert ("--config", "/secrets/sglang.yaml") in pairwise(words)
 
 
 def devices(service: str, given: Mapping[str, str]) -> set[str]:
