@@ -119,11 +119,17 @@ def test_every_container_of_ours_is_hardened_and_bounded() -> None:
 
 def test_redis_reads_what_a_new_release_permits_its_users() -> None:
     """At its start alone: a worker of the new release is refused its functions by one that goes on."""
-    needs = COMPOSE["services"]["redis"]["depends_on"]["secrets"]
-    assert needs == {"condition": "service_completed_successfully", "restart": True}
     upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
-    said = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
-    assert sorted(said, key=upgrade.index) == list(said)
+    one_host = ("docker compose run --rm -T secrets", "docker compose restart redis", "docker compose up -d --wait\n")
+    cluster = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
+    for said in (one_host, cluster):
+        assert sorted(said, key=upgrade.index) == list(said)
+
+
+def test_no_upgrade_stops_redis_before_those_that_hand_back_to_it() -> None:
+    """Compose stops what is to be started again (``restart``) before it replaces anything."""
+    needs = [service["depends_on"] for service in COMPOSE["services"].values() if "depends_on" in service]
+    assert not any(one.get("restart") for need in needs if isinstance(need, dict) for one in need.values())
 
 
 def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
