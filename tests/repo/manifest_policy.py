@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from services.launch.first_secrets import ROLES
+from services.launch.topology import ENVIRONMENTS
 from services.process.settings import PREFIX, Settings
 
 Object = Mapping[str, Any]
@@ -374,12 +375,25 @@ def _walls(objects: Sequence[Object]) -> Iterator[str]:
         yield f"environments are reached by {_callers(wall)}"
     if "environments" not in str(policies.get("dns", {}).get("podSelector")):
         yield "environments may ask for names"
+    for name, _, template in workloads(objects):
+        if name == "environments":
+            yield from _told(template)
     if "redis" in policies and _callers(policies["redis"]) != {"api", "gateway", "rollout", "trainer"}:
         yield f"redis is reached by {_callers(policies['redis'])}"
     for policy in policies.values():  # they add up
         about = policy["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/name")
         if about in CALLERS and _callers(policy) - CALLERS[about]:
             yield f"{about} is reached by {_callers(policy)}"
+
+
+def _told(template: Object) -> Iterator[str]:
+    """What a policy writes may read what its container is told."""
+    for container in containers(template):
+        if "envFrom" in container:
+            yield "environments are told all settings"
+        names = {variable["name"] for variable in container.get("env", ())}
+        for one in sorted(names - {PREFIX + name.upper() for name in ENVIRONMENTS.reads}):
+            yield f"environments are told {one}, which they do not read"
 
 
 def _ways_out(objects: Sequence[Object]) -> Iterator[str]:

@@ -273,6 +273,14 @@ def _member_without_secrets(objects: list[Any]) -> None:
     mounts[:] = [one for one in mounts if one["name"] != "secrets"]
 
 
+def _all_settings(objects: list[Any]) -> None:
+    first(objects, "environments")["envFrom"] = [{"configMapRef": {"name": "gspo-settings"}}]
+
+
+def _another_setting(objects: list[Any]) -> None:
+    first(objects, "environments")["env"].append({"name": "GSPO_REDIS_URL", "value": "redis://redis:6379/0"})
+
+
 def _env(objects: list[Any]) -> None:
     first(objects, "rollout")["env"].append({"name": "GSPO_NO_SUCH_SETTING", "value": "1"})
 
@@ -317,6 +325,18 @@ def test_the_policy_bites(mutation: str) -> None:
     objects = copy.deepcopy(render("single-gpu"))
     MUTATIONS[mutation](objects)
     assert problems(objects, metrics()) != []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(_all_settings, "are told all settings"), (_another_setting, "are told GSPO_REDIS_URL")],
+)
+def test_environments_are_told_nothing_that_they_do_not_read(
+    change: Callable[[list[Any]], object], problem: str
+) -> None:
+    objects = copy.deepcopy(render("dev"))
+    change(objects)
+    assert any(problem in one for one in problems(objects, metrics()))
 
 
 @pytest.mark.parametrize(
