@@ -31,6 +31,11 @@ ENGINE_CONFIG = "sglang.yaml"
 # For health checks: unauthenticated clients may ping and do nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
 ROLES = ("api", "trainer", "rollout", "gateway")
+DASHED = (
+    "services.launch.first_secrets: a key of engines begins with a dash, with which SGLang does not start. For "
+    "new ones remove {root}/rollout/gspo_engine_keys and {root}/trainer/gspo_engine_keys, run this again, and start "
+    "engines, trainers, workers and gateways again"
+)
 
 
 class BadSecret(ValueError):
@@ -89,8 +94,8 @@ def _for_callers(place: SecretsDir) -> dict[Path, str]:
 def _for_engines(place: SecretsDir) -> dict[Path, str]:
     """Workers and gateways only use engines: the key for control is the trainer's."""
     rollout, trainer = (place.secret(role, "gspo_engine_keys") for role in ("rollout", "trainer"))
-    use = _there(rollout) or f"*={secrets.token_urlsafe(KEY_BYTES)}"
-    both = _there(trainer) or f"{use},admin@*={secrets.token_urlsafe(KEY_BYTES)}"
+    use = _there(rollout) or f"*={_engine_key()}"
+    both = _there(trainer) or f"{use},admin@*={_engine_key()}"
     keys = EngineKeys.read(map(SecretStr, both.split(","))).for_engine("http://engine")
     return {
         rollout: use,
@@ -99,6 +104,11 @@ def _for_engines(place: SecretsDir) -> dict[Path, str]:
         place.secret("engine", "gspo_engine_keys"): both,
         place.secret("engine", ENGINE_CONFIG): _engine_config(keys),
     }
+
+
+def _engine_key() -> str:
+    """SGLang makes arguments of its file, and takes a value that begins with a dash for the next option."""
+    return f"engine-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def _engine_config(keys: KeyPair) -> str:
@@ -127,6 +137,13 @@ def _write(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
+def _refused_by_sglang(place: SecretsDir) -> bool:
+    """Of releases that made keys without a word before them. The embedded engine takes them."""
+    return any(
+        line.partition(": ")[2].startswith("-") for line in _there(place.secret("engine", ENGINE_CONFIG)).split("\n")
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m services.launch.first_secrets", description="Create the secrets of an installation, once."
@@ -138,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         make_secrets(given.root, given.redis)
+        if _refused_by_sglang(SecretsDir(given.root)):
+            print(DASHED.format(root=given.root), file=sys.stderr)
     except (OSError, BadSecret) as error:
         print(f"services.launch.first_secrets: {error}", file=sys.stderr)
         return 2

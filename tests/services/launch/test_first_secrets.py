@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import secrets
 import stat
 from pathlib import Path
 
@@ -131,6 +133,28 @@ def test_an_engine_asks_for_what_the_others_show_and_only_the_trainer_may_contro
     assert pairs["rollout"] == pairs["gateway"] == KeyPair(use)
     told = yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())
     assert told == {"api-key": use, "admin-api-key": control}
+
+
+def test_sglang_takes_no_key_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes arguments of its file: ``--api-key -x`` would be two options."""
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda size: "-" + size * "x")
+    make_secrets(tmp_path)
+    told = yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())
+    parser = argparse.ArgumentParser()
+    for name in told:
+        parser.add_argument(f"--{name}")
+    read = parser.parse_args([word for name, key in told.items() for word in (f"--{name}", key)])
+    assert list(vars(read).values()) == list(told.values())
+
+
+def test_a_key_that_sglang_refuses_stays_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    for role, keys in (("rollout", "*=-use"), ("trainer", "*=-use,admin@*=control")):
+        (tmp_path / role / "gspo_engine_keys").write_text(keys)
+    assert main([str(tmp_path)]) == 0
+    assert f"remove {tmp_path}/rollout/gspo_engine_keys and {tmp_path}/trainer/" in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())["api-key"] == "-use"
 
 
 def test_processes_read_them_as_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
