@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from services.process.settings import PREFIX, Settings
+from tests.repo.manifest_policy import PRIVATE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -150,6 +152,23 @@ def test_who_asks_somebody_outside_may_be_given_a_way_out_and_environments_are_n
     assert outside["networks"] == {"outside": {}}
     assert outside["services"].keys() == {"gateway", "rollout", "trainer", "trainer-gpu"}
     assert all(service["networks"] == ["outside"] for service in outside["services"].values())
+
+
+def test_the_rules_of_that_way_out_close_private_addresses_but_its_own() -> None:
+    """The lines at the head of the file, typed; each rule goes before those that are there."""
+    text = (ROOT / "deploy" / "outside.yml").read_text()
+    typed = "\n".join(re.findall(r"^#   (.*)$", text, re.MULTILINE))
+    stubs = 'docker() { echo 172.30.0.0/16; }; iptables() { echo "$*"; }\n'
+    done = subprocess.run(["bash", "-euc", stubs + typed], capture_output=True, text=True, check=True)
+    rules = [line.split() for line in reversed(done.stdout.splitlines())]
+    assert {tuple(rule[:4]) for rule in rules} == {
+        ("-I", "INPUT", "-s", "172.30.0.0/16"),
+        ("-I", "DOCKER-USER", "-s", "172.30.0.0/16"),
+    }
+    forwarded = [(rule[5], rule[-1]) for rule in rules if rule[1] == "DOCKER-USER"]
+    assert forwarded[0] == ("172.30.0.0/16", "RETURN")
+    assert {address for address, verdict in forwarded if verdict == "REJECT"} == PRIVATE
+    assert "head of that file" in (ROOT / "docs" / "security.md").read_text()
 
 
 def test_every_image_is_built_with_the_extras_that_are_asked_for() -> None:
