@@ -138,6 +138,21 @@ def test_a_way_out_of_the_host_is_beside_the_networks_that_were_there() -> None:
     assert services(*files)["trainer"]["environment"]["WANDB_API_KEY"] is None, "set to nothing, it would be a key"
 
 
+def test_a_file_of_variables_holds_all_that_is_said_of_an_installation(tmp_path: Path) -> None:
+    """As the page has it: files, extras and profiles beside the lines for GPUs, and no option but this one."""
+    page, lines = (ROOT / "docs" / "operations.md").read_text(), (ROOT / "deploy" / "gpu.env").read_text()
+    files, extras = f"COMPOSE_FILE=docker-compose.yml:{OUTSIDE}:{WALL}", 'IMAGE_EXTRAS="otel wandb"'
+    assert f"`{files}`" in page
+    assert f"`{extras}`" in page
+    variables = tmp_path / "ours.env"
+    variables.write_text(f"{lines}{files}\n{extras}\n")
+    found = services("--env-file", str(variables))
+    assert {"sglang", "trainer-gpu"} <= found.keys()
+    assert found["trainer-gpu"]["build"]["args"]["EXTRAS"] == "otel wandb"
+    assert "outside" in found["gateway"]["networks"]
+    assert found["environments"]["environment"]["GSPO_ENV_TIER"] == "wall"
+
+
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:
     plain, walled = (services(*files)["environments"] for files in ((), ("-f", "docker-compose.yml", "-f", WALL)))
     assert walled["environment"]["GSPO_ENV_TIER"] == "wall"
