@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from services.process.settings import PREFIX, Settings
-from tests.repo.manifest_policy import PRIVATE
+from tests.repo.manifest_policy import PRIVATE, RUNS_TO_ITS_END, workloads
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -138,6 +138,24 @@ def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
     """KEDA holds its least number of replicas also where somebody scaled to none."""
     restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
     assert restore.index("delete scaledobject --all") < restore.index("scale --replicas=0")
+
+
+def test_a_backup_is_brought_back_where_nothing_runs_any_more() -> None:
+    """Whatever makes pods of ours is scaled to none or deleted before, and its pods are awaited."""
+    restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
+    found = [
+        (one["kind"], name, template["metadata"]["labels"]["app.kubernetes.io/name"])
+        for path in (ROOT / "k8s").rglob("*.yaml")
+        for name, one, template in workloads([one for one in yaml.safe_load_all(path.read_text()) if "spec" in one])
+    ]
+    awaited = {
+        one for some in re.findall(r"wait --for=delete pod .* in \((.*)\)'", restore) for one in some.split(", ")
+    }
+    assert awaited == {label for kind, _, label in found if kind not in RUNS_TO_ITS_END}
+    ended = re.findall(r"(?:scale --replicas=0|delete) (statefulset|leaderworkerset|jobset) ([a-z ]+)", restore)
+    stopped = {(kind, name) for kind, names in ended for name in names.split()}
+    scaled = {"StatefulSet", "LeaderWorkerSet", "JobSet"}
+    assert stopped == {(kind.lower(), name.split()[0]) for kind, name, _ in found if kind in scaled}
 
 
 def test_the_variables_for_gpus_need_no_option_beside_them() -> None:
