@@ -153,6 +153,18 @@ def test_a_file_of_variables_holds_all_that_is_said_of_an_installation(tmp_path:
     assert found["environments"]["environment"]["GSPO_ENV_TIER"] == "wall"
 
 
+def test_graphs_stand_beside_gpus_where_both_profiles_are_named(tmp_path: Path) -> None:
+    page, lines = (ROOT / "docs" / "operations.md").read_text(), (ROOT / "deploy" / "gpu.env").read_text()
+    both = "COMPOSE_PROFILES=gpu,observability"
+    variables = tmp_path / "ours.env"
+    variables.write_text(lines.replace("COMPOSE_PROFILES=gpu\n", f"{both}\n"))
+    assert f"`{both}`" in page
+    assert "--profile gpu --profile observability up`" in page
+    wanted = {"sglang", "trainer-gpu", "prometheus", "grafana"}
+    assert wanted <= services("--env-file", str(variables)).keys()
+    assert wanted <= services(*GPU, "--profile", "observability").keys()
+
+
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:
     plain, walled = (services(*files)["environments"] for files in ((), ("-f", "docker-compose.yml", "-f", WALL)))
     assert walled["environment"]["GSPO_ENV_TIER"] == "wall"

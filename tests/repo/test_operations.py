@@ -67,6 +67,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
         "COMPOSE_VERIFIER",
         "COMPOSE_CHECK_FLAGS",
         "COMPOSE_FILE",
+        "COMPOSE_PROFILES",
         "WANDB_API_KEY",
     }
     refused = {name for name in told if f"${{{name}:+" in passed}
