@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.launch.crew import LOOK_S, Crew, CrewError, CrewPlace
-from services.launch.first_secrets import make_secrets
+from services.launch.first_secrets import BadSecret, make_secrets
 from services.launch.installation import Installation
 from services.launch.only_one import RunsAlready, only_one
 from services.launch.placement import described
@@ -45,7 +45,7 @@ def run(installation: Installation, place: CrewPlace, submission: Submission | N
                 return _run(installation, place, submission)
         except KeyboardInterrupt:  # while it waited for another one's end
             return TOLD_TO_LEAVE
-        except RunsAlready as error:
+        except (RunsAlready, BadSecret) as error:
             say(str(error))
             return 1
 

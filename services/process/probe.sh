@@ -16,7 +16,7 @@ http() {
 field() { [[ $said =~ \"$1\":\ ?\"?([a-z0-9.]+) ]] && echo "${BASH_REMATCH[1]}"; }
 
 file() {
-  local at pid born ready stat now
+  local at pid born ready stat now age
   read -r said < "$1" || [ -n "$said" ]
   at=$(field at) pid=$(field pid) born=$(field born) ready=$(field ready)
   # What follows the name of the program; the 20th is when it was started.
@@ -24,7 +24,9 @@ file() {
   read -r -a stat <<< "${stat##*)}"
   [ "${stat[19]}" = "$born" ] || { echo "process $pid, which wrote $1, is gone" >&2; exit 1; }
   read -r now _ < /proc/uptime
-  ((${now%.*} - ${at%.*} <= STALE_S)) || { echo "the event loop is stuck" >&2; exit 1; }
+  age=$((${now%.*} - ${at%.*}))
+  ((age >= -1)) || { echo "$1 was written $((-age)) s ahead of this clock" >&2; exit 1; }
+  ((age <= STALE_S)) || { echo "the event loop is stuck" >&2; exit 1; }
   [ "${2:-}" != --ready ] || [ "$ready" = true ] || { echo "not ready" >&2; exit 1; }
 }
 

@@ -219,7 +219,7 @@ def _docker(words: list[str], whole: bool) -> None:
         if service not in COMPOSE["services"] and not (service.isupper() and not whole):
             raise CannotBeTyped(f"compose has no service {service}")
     inside = rest[1:]
-    if command == "run":
+    if command == "run" and (inside or "--entrypoint" in given):
         judge([given["--entrypoint"], *inside], whole=whole)
     elif command == "exec" and inside[0] != "cat":
         judge(inside, whole=whole)

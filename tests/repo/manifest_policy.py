@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from services.launch.first_secrets import ROLES
+from services.launch.topology import ENVIRONMENTS
 from services.process.settings import PREFIX, Settings
 
 Object = Mapping[str, Any]
@@ -373,12 +375,25 @@ def _walls(objects: Sequence[Object]) -> Iterator[str]:
         yield f"environments are reached by {_callers(wall)}"
     if "environments" not in str(policies.get("dns", {}).get("podSelector")):
         yield "environments may ask for names"
+    for name, _, template in workloads(objects):
+        if name == "environments":
+            yield from _told(template)
     if "redis" in policies and _callers(policies["redis"]) != {"api", "gateway", "rollout", "trainer"}:
         yield f"redis is reached by {_callers(policies['redis'])}"
     for policy in policies.values():  # they add up
         about = policy["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/name")
         if about in CALLERS and _callers(policy) - CALLERS[about]:
             yield f"{about} is reached by {_callers(policy)}"
+
+
+def _told(template: Object) -> Iterator[str]:
+    """What a policy writes may read what its container is told."""
+    for container in containers(template):
+        if "envFrom" in container:
+            yield "environments are told all settings"
+        names = {variable["name"] for variable in container.get("env", ())}
+        for one in sorted(names - {PREFIX + name.upper() for name in ENVIRONMENTS.reads}):
+            yield f"environments are told {one}, which they do not read"
 
 
 def _ways_out(objects: Sequence[Object]) -> Iterator[str]:
@@ -504,11 +519,13 @@ def _engines(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def _keys(objects: Sequence[Object]) -> Iterator[str]:
-    """SGLang changes its weights for whoever asks, unless the file of its keys says otherwise."""
+    """SGLang changes its weights for whoever asks, unless the file of its keys says otherwise. It reads none of
+    ``--config=FILE``, which is one word."""
     for name, _, template in workloads(objects):
         for container in containers(template):
             mounted = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
-            asks = "--config=/secrets/sglang.yaml" in container.get("args", ()) and "/secrets" in mounted
+            words = container.get("args", ())
+            asks = ("--config", "/secrets/sglang.yaml") in pairwise(words) and "/secrets" in mounted
             if "sglang.launch_server" in container.get("command", ()) and not asks:
                 yield f"{name} asks for no key"
 

@@ -85,7 +85,7 @@ def test_no_gpu_is_given_twice(options: tuple[str, ...], variables: dict[str, st
 def test_the_trainer_has_a_process_for_each_of_its_gpus_and_the_engine_its_arguments() -> None:
     found = services(*GPU, TRAINER_DEVICES="0,1", SGLANG_ARGS="--mem-fraction-static 0.5", SGLANG_TP="2")
     assert "--nproc-per-node=gpu" in found["trainer-gpu"]["command"]
-    assert found["sglang"]["command"][-3:] == ["--config=/secrets/sglang.yaml", "--mem-fraction-static", "0.5"]
+    assert found["sglang"]["command"][-4:] == ["--config", "/secrets/sglang.yaml", "--mem-fraction-static", "0.5"]
     assert "--tp=2" in found["sglang"]["command"]
     assert found["engine"]["deploy"]["replicas"] == found["trainer"]["deploy"]["replicas"] == 0
 
@@ -136,6 +136,33 @@ def test_a_way_out_of_the_host_is_beside_the_networks_that_were_there() -> None:
         assert opened[name]["networks"].keys() == {*plain[name]["networks"], "outside"}
     assert opened["trainer-gpu"]["environment"].items() > plain["trainer-gpu"]["environment"].items()
     assert services(*files)["trainer"]["environment"]["WANDB_API_KEY"] is None, "set to nothing, it would be a key"
+
+
+def test_a_file_of_variables_holds_all_that_is_said_of_an_installation(tmp_path: Path) -> None:
+    """As the page has it: files, extras and profiles beside the lines for GPUs, and no option but this one."""
+    page, lines = (ROOT / "docs" / "operations.md").read_text(), (ROOT / "deploy" / "gpu.env").read_text()
+    files, extras = f"COMPOSE_FILE=docker-compose.yml:{OUTSIDE}:{WALL}", 'IMAGE_EXTRAS="otel wandb"'
+    assert f"`{files}`" in page
+    assert f"`{extras}`" in page
+    variables = tmp_path / "ours.env"
+    variables.write_text(f"{lines}{files}\n{extras}\n")
+    found = services("--env-file", str(variables))
+    assert {"sglang", "trainer-gpu"} <= found.keys()
+    assert found["trainer-gpu"]["build"]["args"]["EXTRAS"] == "otel wandb"
+    assert "outside" in found["gateway"]["networks"]
+    assert found["environments"]["environment"]["GSPO_ENV_TIER"] == "wall"
+
+
+def test_graphs_stand_beside_gpus_where_both_profiles_are_named(tmp_path: Path) -> None:
+    page, lines = (ROOT / "docs" / "operations.md").read_text(), (ROOT / "deploy" / "gpu.env").read_text()
+    both = "COMPOSE_PROFILES=gpu,observability"
+    variables = tmp_path / "ours.env"
+    variables.write_text(lines.replace("COMPOSE_PROFILES=gpu\n", f"{both}\n"))
+    assert f"`{both}`" in page
+    assert "--profile gpu --profile observability up`" in page
+    wanted = {"sglang", "trainer-gpu", "prometheus", "grafana"}
+    assert wanted <= services("--env-file", str(variables)).keys()
+    assert wanted <= services(*GPU, "--profile", "observability").keys()
 
 
 def test_a_wall_inside_the_container_takes_nothing_else_from_its_hardening() -> None:

@@ -252,12 +252,33 @@ def _restart(objects: list[Any]) -> None:
 
 
 def _open_to_all(objects: list[Any]) -> None:
-    first(objects, "engine")["args"].remove("--config=/secrets/sglang.yaml")
+    words = first(objects, "engine")["args"]
+    at = words.index("--config")
+    del words[at : at + 2]
+
+
+def _keys_in_one_word(objects: list[Any]) -> None:
+    words = first(objects, "engine")["args"]
+    at = words.index("--config")
+    words[at : at + 2] = ["--config=/secrets/sglang.yaml"]
+
+
+def _keys_apart(objects: list[Any]) -> None:
+    words = first(objects, "engine")["args"]
+    words.insert(words.index("--config") + 1, "--enable-metrics")
 
 
 def _member_without_secrets(objects: list[Any]) -> None:
     mounts = first(objects, "engine member")["volumeMounts"]
     mounts[:] = [one for one in mounts if one["name"] != "secrets"]
+
+
+def _all_settings(objects: list[Any]) -> None:
+    first(objects, "environments")["envFrom"] = [{"configMapRef": {"name": "gspo-settings"}}]
+
+
+def _another_setting(objects: list[Any]) -> None:
+    first(objects, "environments")["env"].append({"name": "GSPO_REDIS_URL", "value": "redis://redis:6379/0"})
 
 
 def _env(objects: list[Any]) -> None:
@@ -308,6 +329,18 @@ def test_the_policy_bites(mutation: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
+    [(_all_settings, "are told all settings"), (_another_setting, "are told GSPO_REDIS_URL")],
+)
+def test_environments_are_told_nothing_that_they_do_not_read(
+    change: Callable[[list[Any]], object], problem: str
+) -> None:
+    objects = copy.deepcopy(render("dev"))
+    change(objects)
+    assert any(problem in one for one in problems(objects, metrics()))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
     [
         (_backoff, "one by one"),
         (_subdomain, "do not meet"),
@@ -316,6 +349,8 @@ def test_the_policy_bites(mutation: str) -> None:
         (_restart, "hangs"),
         (_half_of_rdma, "limits of devices differ"),
         (_open_to_all, "engine asks for no key"),
+        (_keys_in_one_word, "engine asks for no key"),
+        (_keys_apart, "engine asks for no key"),
         (_member_without_secrets, "engine member asks for no key"),
     ],
 )

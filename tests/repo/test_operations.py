@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from services.process.settings import PREFIX, Settings
+from tests.repo.manifest_policy import PRIVATE, RUNS_TO_ITS_END, workloads
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -65,6 +67,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
         "COMPOSE_VERIFIER",
         "COMPOSE_CHECK_FLAGS",
         "COMPOSE_FILE",
+        "COMPOSE_PROFILES",
         "WANDB_API_KEY",
     }
     refused = {name for name in told if f"${{{name}:+" in passed}
@@ -119,17 +122,41 @@ def test_every_container_of_ours_is_hardened_and_bounded() -> None:
 
 def test_redis_reads_what_a_new_release_permits_its_users() -> None:
     """At its start alone: a worker of the new release is refused its functions by one that goes on."""
-    needs = COMPOSE["services"]["redis"]["depends_on"]["secrets"]
-    assert needs == {"condition": "service_completed_successfully", "restart": True}
     upgrade = PAGE[PAGE.index("## Upgrade") : PAGE.index("## Rolling restart")]
-    said = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
-    assert sorted(said, key=upgrade.index) == list(said)
+    one_host = ("docker compose run --rm -T secrets", "docker compose restart redis", "docker compose up -d --wait\n")
+    cluster = ("first_secrets secrets", "create secret generic gspo-$role", "rollout restart statefulset/redis")
+    for said in (one_host, cluster):
+        assert sorted(said, key=upgrade.index) == list(said)
+
+
+def test_no_upgrade_stops_redis_before_those_that_hand_back_to_it() -> None:
+    """Compose stops what is to be started again (``restart``) before it replaces anything."""
+    needs = [service["depends_on"] for service in COMPOSE["services"].values() if "depends_on" in service]
+    assert not any(one.get("restart") for need in needs if isinstance(need, dict) for one in need.values())
 
 
 def test_nothing_is_scaled_up_while_a_backup_is_brought_back() -> None:
     """KEDA holds its least number of replicas also where somebody scaled to none."""
     restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
     assert restore.index("delete scaledobject --all") < restore.index("scale --replicas=0")
+
+
+def test_a_backup_is_brought_back_where_nothing_runs_any_more() -> None:
+    """Whatever makes pods of ours is scaled to none or deleted before, and its pods are awaited."""
+    restore = PAGE[PAGE.index("**Data or Redis are gone**") : PAGE.index("### What it took")]
+    found = [
+        (one["kind"], name, template["metadata"]["labels"]["app.kubernetes.io/name"])
+        for path in (ROOT / "k8s").rglob("*.yaml")
+        for name, one, template in workloads([one for one in yaml.safe_load_all(path.read_text()) if "spec" in one])
+    ]
+    awaited = {
+        one for some in re.findall(r"wait --for=delete pod .* in \((.*)\)'", restore) for one in some.split(", ")
+    }
+    assert awaited == {label for kind, _, label in found if kind not in RUNS_TO_ITS_END}
+    ended = re.findall(r"(?:scale --replicas=0|delete) (statefulset|leaderworkerset|jobset) ([a-z ]+)", restore)
+    stopped = {(kind, name) for kind, names in ended for name in names.split()}
+    scaled = {"StatefulSet", "LeaderWorkerSet", "JobSet"}
+    assert stopped == {(kind.lower(), name.split()[0]) for kind, name, _ in found if kind in scaled}
 
 
 def test_the_variables_for_gpus_need_no_option_beside_them() -> None:
@@ -144,6 +171,23 @@ def test_who_asks_somebody_outside_may_be_given_a_way_out_and_environments_are_n
     assert outside["networks"] == {"outside": {}}
     assert outside["services"].keys() == {"gateway", "rollout", "trainer", "trainer-gpu"}
     assert all(service["networks"] == ["outside"] for service in outside["services"].values())
+
+
+def test_the_rules_of_that_way_out_close_private_addresses_but_its_own() -> None:
+    """The lines at the head of the file, typed; each rule goes before those that are there."""
+    text = (ROOT / "deploy" / "outside.yml").read_text()
+    typed = "\n".join(re.findall(r"^#   (.*)$", text, re.MULTILINE))
+    stubs = 'docker() { echo 172.30.0.0/16; }; iptables() { echo "$*"; }\n'
+    done = subprocess.run(["bash", "-euc", stubs + typed], capture_output=True, text=True, check=True)
+    rules = [line.split() for line in reversed(done.stdout.splitlines())]
+    assert {tuple(rule[:4]) for rule in rules} == {
+        ("-I", "INPUT", "-s", "172.30.0.0/16"),
+        ("-I", "DOCKER-USER", "-s", "172.30.0.0/16"),
+    }
+    forwarded = [(rule[5], rule[-1]) for rule in rules if rule[1] == "DOCKER-USER"]
+    assert forwarded[0] == ("172.30.0.0/16", "RETURN")
+    assert {address for address, verdict in forwarded if verdict == "REJECT"} == PRIVATE
+    assert "head of that file" in (ROOT / "docs" / "security.md").read_text()
 
 
 def test_every_image_is_built_with_the_extras_that_are_asked_for() -> None:

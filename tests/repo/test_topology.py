@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +241,14 @@ def test_compose_gives_every_process_the_settings_that_it_requires(name: str, se
     assert one.reads - given <= {"gateway_own_url"}
 
 
-def configured(container: Mapping[str, Any]) -> dict[str, str]:
+def configured(container: Mapping[str, Any]) -> dict[str, str | None]:
+    """None: it has what an overlay may set."""
     (settings,) = yaml.safe_load((ROOT / "k8s" / "base" / "kustomization.yaml").read_text())["configMapGenerator"]
     shared = dict(literal.split("=", 1) for literal in settings["literals"])
-    given = dict(shared) if "envFrom" in container else {}
+    given: dict[str, str | None] = {**shared} if "envFrom" in container else {}
     for one in container.get("env", ()):
         reference = one.get("valueFrom", {}).get("configMapKeyRef")
-        given[one["name"]] = shared[reference["key"]] if reference else str(one.get("value"))
+        given[one["name"]] = shared.get(reference["key"]) if reference else str(one.get("value"))
     return given
 
 
@@ -263,7 +265,8 @@ def test_manifests_give_every_process_the_settings_that_it_requires(name: str, s
 def test_what_is_set_for_a_cluster_reaches_whoever_reads_it(name: str, secrets: Mapping[str, set[str]]) -> None:
     for container in [template["spec"]["containers"][0] for other, _, template in MANIFESTS if other == name]:
         fixed = variables(configured(container)) | variables(stage(name).environment) | secrets.get(name, set())
-        assert "envFrom" in container or kind(name).reads <= fixed
+        # A key is a file in the pod's secret, where there is one.
+        assert "envFrom" in container or kind(name).reads - {"sandbox_key"} <= fixed
 
 
 def test_what_must_be_alike_everywhere_is() -> None:
@@ -300,6 +303,12 @@ def test_the_images_and_compose_look_at_the_health_of_the_topology() -> None:
     assert isinstance(SGLANG.health, HttpHealth)
     assert SERVICES["sglang"]["healthcheck"]["test"][2:] == ["/probe.sh", "http", str(SGLANG.port), SGLANG.health.live]
     assert f"./{PROBE.removeprefix('/app/')}:/probe.sh:ro" in SERVICES["sglang"]["volumes"]
+
+
+def test_compose_has_sglang_read_the_file_of_its_keys() -> None:
+    """It ignores ``--config=FILE``: the option has to be a word of its own."""
+    words = shlex.split(SERVICES["sglang"]["command"])
+    assert ("--config", "/secrets/sglang.yaml") in pairwise(words)
 
 
 def devices(service: str, given: Mapping[str, str]) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import secrets
 import stat
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import redis
 import yaml
 from pydantic import SecretStr
+from redis import Redis
 
 from services.engines.keys import EngineKeys, KeyPair
 from services.hosts.service import is_token
@@ -65,6 +68,57 @@ def test_what_is_there_stays_and_follows_a_server_that_moves(tmp_path: Path) -> 
     assert after["api"]["gspo_redis_url"] == before["api"]["gspo_redis_url"].replace("redis:6379", "elsewhere:7000")
 
 
+def lead_to(root: Path, url: str) -> None:
+    """``url`` has braces where the role is named."""
+    for role in ROLES:
+        (root / role / "gspo_redis_url").write_text(url.format(role=role))
+
+
+ELSEWHERE = "rediss://gspo-{role}:p%40ss%2Fword-of-enough-characters@cache.example:6380/3?ssl_cert_reqs=none"
+
+
+def test_a_redis_of_somebody_else_stays_where_it_is_and_is_given_the_passwords_that_clients_send(
+    tmp_path: Path,
+) -> None:
+    make_secrets(tmp_path)
+    lead_to(tmp_path, ELSEWHERE)
+    before = contents(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    after = contents(tmp_path)
+    assert {role: after[role] for role in ROLES} == {role: before[role] for role in ROLES}
+    sent = Redis.from_url(after["api"]["gspo_redis_url"]).get_connection_kwargs()["password"]
+    assert sent == "p@ss/word-of-enough-characters"
+    assert after["redis"]["users.acl"].count(f"#{hashlib.sha256(sent.encode()).hexdigest()} ") == len(ROLES)
+
+
+def test_a_redis_that_moved_is_spoken_to_as_before(tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    lead_to(tmp_path, ELSEWHERE)
+    assert main([str(tmp_path), "--redis", "new.example:7000"]) == 0
+    moved = (tmp_path / "api" / "gspo_redis_url").read_text()
+    assert moved == ELSEWHERE.format(role="api").replace("cache.example:6380", "new.example:7000")
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "told"),
+    [
+        ("redis://gspo-{role}:short@redis:6379/0", (), "fewer than 16 characters"),
+        ("redis://[::1/0", (), "rollout/gspo_redis_url: Invalid"),
+        ("unix://gspo-{role}:of-enough-characters@/redis.sock", ("--redis", "a:1"), "no HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_named_before_anything_is_written(
+    url: str, options: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_secrets(tmp_path)
+    (tmp_path / "rollout" / "gspo_redis_url").write_text(url.format(role="rollout"))
+    (tmp_path / "api" / "gspo_api_keys").unlink()
+    before = contents(tmp_path)
+    assert main([str(tmp_path), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
 def test_an_engine_asks_for_what_the_others_show_and_only_the_trainer_may_control_it(tmp_path: Path) -> None:
     make_secrets(tmp_path, "redis:6379")
     pairs = {}
@@ -79,6 +133,28 @@ def test_an_engine_asks_for_what_the_others_show_and_only_the_trainer_may_contro
     assert pairs["rollout"] == pairs["gateway"] == KeyPair(use)
     told = yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())
     assert told == {"api-key": use, "admin-api-key": control}
+
+
+def test_sglang_takes_no_key_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes arguments of its file: ``--api-key -x`` would be two options."""
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda size: "-" + size * "x")
+    make_secrets(tmp_path)
+    told = yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())
+    parser = argparse.ArgumentParser()
+    for name in told:
+        parser.add_argument(f"--{name}")
+    read = parser.parse_args([word for name, key in told.items() for word in (f"--{name}", key)])
+    assert list(vars(read).values()) == list(told.values())
+
+
+def test_a_key_that_sglang_refuses_stays_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    for role, keys in (("rollout", "*=-use"), ("trainer", "*=-use,admin@*=control")):
+        (tmp_path / role / "gspo_engine_keys").write_text(keys)
+    assert main([str(tmp_path)]) == 0
+    assert f"remove {tmp_path}/rollout/gspo_engine_keys and {tmp_path}/trainer/" in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "engine" / "sglang.yaml").read_text())["api-key"] == "-use"
 
 
 def test_processes_read_them_as_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
