@@ -9,6 +9,8 @@ from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.terminal import say
+from gspo_core.env.loading import load_object
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.replay.command import folder_of
 from gspo_core.replay.past import Past, PastError, kept_range
 from gspo_core.replay.rescoring import Decode, Rescored, Reward, rescore
