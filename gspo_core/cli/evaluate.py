@@ -163,7 +163,7 @@ class _Evaluation:
 
     def _tell(self, ours: EvalReport, theirs: EvalReport | None, found: Mapping[str, JSON]) -> None:
         if self.arguments.json:
-            print(json.dumps(found, ensure_ascii=False, indent=2))
+            print(json.dumps(found, ensure_ascii=False, indent=2).encode("utf-8", "replace").decode())
             return
         say(*ours.lines())
         if theirs is not None:

@@ -28,6 +28,7 @@ _AGAIN = frozenset({408, 409, 425, 429})
 _NEVER = frozenset({401, 403, 404, 405})
 _PAUSE_S = (0.5, 30.0)
 _EXCERPT_CHARS = 300
+_IS_JSON = {"Content-Type": "application/json"}
 # In the words of several APIs, our own gateway among them.
 _TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context", "too many tokens")
 
@@ -67,13 +68,17 @@ class ChatCompletions:
         """The answer's JSON, or why the conversation is too long."""
         told = {"tools": list(tools)} if tools else {}
         body = {"model": self._api.model, "messages": list(messages), **told, **self._api.body}
+        content = _utf8(body)
         began, pause_s = self._clock(), _PAUSE_S[0]
         while True:
             wait_s = pause_s
             try:
-                answer = await self._client.post(f"{self._api.base_url}/chat/completions", json=body)
+                url = f"{self._api.base_url}/chat/completions"
+                answer = await self._client.post(url, content=content, headers=_IS_JSON)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
+            except httpx.RequestError as error:  # what came cannot be unpacked
+                raise PolicyFailed(f"policy: {type(error).__name__}: {error}") from None
             else:
                 if answer.is_success:
                     return _object(answer)
@@ -169,12 +174,17 @@ def _read_call(call: MessageCall, tools: set[str]) -> ToolCall:
 
 def _object(answer: httpx.Response) -> Mapping[str, Any]:
     try:
-        found = answer.json()
-    except ValueError:
+        found = json.loads(_utf8(answer.json()))
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise PolicyFailed(f"policy: its answer is not JSON: {answer.text[:_EXCERPT_CHARS]}")
     return found
+
+
+def _utf8(value: object) -> bytes:
+    """As JSON, with a question mark for half of a surrogate pair: APIs and tools write such, which UTF-8 cannot."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _may_succeed_later(answer: httpx.Response) -> bool:
@@ -195,7 +205,7 @@ async def only_model(base_url: str, client: httpx.AsyncClient) -> str:
         answer = await client.get(f"{base_url}/models")
         names = [str(one["id"]) for one in answer.json()["data"]] if answer.is_success else []
         problem = f"status {answer.status_code}: {answer.text[:_EXCERPT_CHARS]}"
-    except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+    except (httpx.RequestError, ValueError, KeyError, TypeError) as error:
         raise PolicyUnusable(f"{base_url}/models cannot be read: {type(error).__name__}: {error}") from None
     if len(names) == 1:
         return names[0]

@@ -118,7 +118,7 @@ def read_setting(folder: Path) -> dict[str, JSON] | None:
 def write_whole(file: Path, content: Mapping[str, JSON]) -> None:
     """As JSON, and in place only once it is whole."""
     partial = file.with_name(partial_name(file.name))
-    partial.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors="replace")
     partial.replace(file)
 
 

@@ -114,6 +114,31 @@ async def test_a_request_that_may_succeed_later_is_sent_again() -> None:
     assert (answer.parsed.text, len(server.sent)) == ("Yes.", 3)
 
 
+async def test_half_a_character_is_neither_kept_nor_sent() -> None:
+    half = httpx.Response(200, content=json.dumps(completion("It is \ud83d.")))
+    server = Server(half, completion("Yes."))
+    conversation = policy_of(server).converse("0/0", 1, EpisodeLimits())
+    conversation.begin(START)
+    turn = await conversation.answer(100)
+    assert isinstance(turn, Turn)
+    assert turn.parsed.text == turn.message["content"] == "It is ?."
+    assert conversation.read(turn, [{"role": "user", "content": "a tool read \udc00"}]) is None
+    await conversation.answer(100)
+    assert [one["content"] for one in server.sent[1]["messages"]] == ["Go.", "It is ?.", "a tool read ?"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")),
+        httpx.Response(200, content="[" * 100_000),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_fails_its_episode_alone(answer: httpx.Response) -> None:
+    with pytest.raises(PolicyFailed, match=r"DecodingError|is not JSON"):
+        await asked(Server(answer))
+
+
 async def test_patience_ends() -> None:
     def away(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
