@@ -132,13 +132,13 @@ def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
     try:
         choice = answer["choices"][0]
         given, finish = choice["message"], choice.get("finish_reason")
-        text = given.get("content") or ""
+        text, thought = _said(given.get("content"))
         calls = [_message_call(number, call) for number, call in enumerate(given.get("tool_calls") or ())]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise PolicyFailed(f"policy: its answer is no chat completion: {type(error).__name__}: {error}") from None
     if finish == "content_filter":
         raise PolicyFailed("policy: its answer was withheld by a content filter")
-    reasoning = given.get("reasoning_content") or given.get("reasoning") or ""
+    reasoning = given.get("reasoning_content") or given.get("reasoning") or thought
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = str(reasoning)
@@ -150,6 +150,22 @@ def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
     tokens = (answer.get("usage") or {}).get("completion_tokens")
     stop = StopReason.MAX_TOKENS if finish == "length" else None
     return Turn(parsed, message, tokens if isinstance(tokens, int) else None, stop)
+
+
+def _said(content: object) -> tuple[str, str]:
+    """The text of a content, and what was thought where it is a list of parts. Raises ``PolicyFailed``."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    text, thought = "", ""
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": "text", "text": str(piece)}:
+                text += piece
+            case {"type": "thinking", "thinking": str() | list() as pieces}:
+                thought += _said(pieces)[0]
+            case _:
+                raise PolicyFailed(f"policy: its content is no text: {str(part)[:_EXCERPT_CHARS]}")
+    return text, thought
 
 
 def _message_call(number: int, call: Mapping[str, Any]) -> MessageCall:

@@ -21,7 +21,7 @@ TOOL: ToolSchema = {"type": "function", "function": {"name": "add", "parameters"
 START = Start([{"role": "user", "content": "Go."}], [TOOL])
 
 
-def completion(content: str | None, finish: str = "stop", **message: Any) -> dict[str, Any]:
+def completion(content: Any, finish: str = "stop", **message: Any) -> dict[str, Any]:
     choice = {"message": {"role": "assistant", "content": content, **message}, "finish_reason": finish}
     return {"choices": [choice], "usage": {"completion_tokens": 7}}
 
@@ -88,6 +88,20 @@ def test_calls_that_cannot_be_read_are_attempts() -> None:
 def test_an_answer_that_was_cut_off_is_not_complete() -> None:
     turn = read_answer(completion("And so", "length"), set())
     assert (turn.parsed.complete, turn.stop) == (False, StopReason.MAX_TOKENS)
+
+
+def test_a_content_in_parts_is_their_text_and_what_was_thought() -> None:
+    thinking = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm. "}]}]
+    parts = [*thinking, {"type": "thinking", "thinking": "So."}, *({"type": "text", "text": one} for one in "ab")]
+    turn = read_answer(completion(parts), set())
+    assert (turn.parsed.text, turn.parsed.reasoning) == ("ab", "Hm. So.")
+    assert turn.message == {"role": "assistant", "content": "ab", "reasoning_content": "Hm. So."}
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {}}], ["a"], [{"type": "text"}], {}, 7])
+def test_a_content_of_another_kind_is_a_failure(content: Any) -> None:
+    with pytest.raises(PolicyFailed, match="its content is no text"):
+        read_answer(completion(content), set())
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}])
