@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -56,6 +57,8 @@ _ADDRESS = ("http://", "https://")
 def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1 or arguments.samples < 1 or arguments.concurrency < 1:
         raise CommandError("--n, --samples and --concurrency must be at least 1")
+    if arguments.temperature is not None and not math.isfinite(arguments.temperature):
+        raise CommandError(f"--temperature {arguments.temperature} is no temperature")
     with CallersPath():
         evaluation = _Evaluation.load(arguments)
         try:

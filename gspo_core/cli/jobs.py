@@ -16,6 +16,7 @@ from gspo_core.cli.dry_run import lines_of
 from gspo_core.cli.naming import job_meant
 from gspo_core.cli.terminal import counted, say
 from gspo_core.json_value import JSON
+from gspo_core.strict_json import TextRejected, typed_value
 
 # No job has a step of sixteen digits.
 _STEP = re.compile(r"[0-9]{1,15}")
@@ -92,9 +93,9 @@ def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
                 raise CommandError(f"{assignment}: {section} was already given a value")
             place = inner
         try:
-            place[name] = json.loads(text)
-        except ValueError:
-            place[name] = text
+            place[name] = typed_value(text)
+        except TextRejected as error:
+            raise CommandError(f"{assignment}: {error}") from error
     with connected(url) as client:
         job = client.change(job_id, changes)
     print(f"{job['id']} continues from its next step with {json.dumps(job['settings'])}")
