@@ -15,6 +15,7 @@ from gspo_core.cli.connection import connected
 from gspo_core.cli.dry_run import lines_of
 from gspo_core.cli.naming import job_meant
 from gspo_core.cli.terminal import counted, say
+from gspo_core.idempotency_key import IN_WORDS, KEY
 from gspo_core.json_value import JSON
 from gspo_core.strict_json import TextRejected, typed_value
 
@@ -27,6 +28,8 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     from gspo_core.spec import spec_warnings
     from gspo_core.spec_file import SpecFileError, load_job_spec
 
+    if key is not None and not KEY.fullmatch(key):
+        raise CommandError(f"--key {key!r}: {IN_WORDS}")
     try:
         spec = load_job_spec(Path(file))
     except SpecFileError as error:

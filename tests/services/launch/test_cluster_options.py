@@ -25,6 +25,9 @@ def launched(place: str, tmp_path: Path, *more: str) -> int:
     ("more", "told"),
     [
         (("--key", "mine"), "--key is the key of a job"),
+        (("--job", "j.yaml", "--key", "l\u00e4uf"), "characters of ASCII, without blanks"),
+        (("--job", "j.yaml", "--key", "two words"), "characters of ASCII, without blanks"),
+        (("--job", "j.yaml", "--key", ""), "characters of ASCII, without blanks"),
         ((*ON_GPUS, "--trainer-nodes", "1"), "leave one of the two out"),
         ((*ON_GPUS, "--trainer-nodes", "2"), "leave one of the two out"),
         (("--trainer-nodes", "0"), "--trainer-nodes 0"),
