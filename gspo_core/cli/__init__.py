@@ -97,7 +97,7 @@ def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
@@ -212,7 +212,7 @@ def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
     episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER | DIR | DIR/TASK/SAMPLE")
     episodes.add_argument("--step", type=int, help="only episodes of this step")
     episodes.add_argument("--max-reward", type=float, help="only episodes with at most this reward")
-    episodes.add_argument("--limit", type=int, default=20, help="number of episodes to list (default: 20)")
+    episodes.add_argument("--limit", type=_positive, default=20, help="number of episodes to list (default: 20)")
     episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
     _add_server(episodes)
     episodes.set_defaults(run=_episodes)
