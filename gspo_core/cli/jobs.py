@@ -28,6 +28,10 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     from gspo_core.spec import spec_warnings
     from gspo_core.spec_file import SpecFileError, load_job_spec
 
+    if dry_run and (watch or key is not None):
+        raise CommandError(f"{'--watch' if watch else '--key'} is for a job, and --dry-run creates none")
+    if as_json and not dry_run:
+        raise CommandError("--json prints all of the answer of --dry-run: give both")
     if key is not None and not KEY.fullmatch(key):
         raise CommandError(f"--key {key!r}: {IN_WORDS}")
     try:

@@ -1,4 +1,4 @@
-"""The episodes of an evaluation that was kept, as ``gspo episodes DIR`` lists them."""
+"""Which episodes ``gspo episodes`` lists, and options that would do nothing."""
 
 from __future__ import annotations
 
@@ -40,3 +40,41 @@ def test_a_list_has_at_least_one_line(folder: Path, limit: str, capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["episodes", str(folder), "--limit", limit])
     assert f"'{limit}' is not a number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("which", "more", "told"),
+    [
+        ("", ("--step", "3"), "is an evaluation"),
+        ("/1/0", ("--limit", "5"), "is one episode"),
+        ("/1/0", ("--max-reward", "0"), "is one episode"),
+    ],
+)
+def test_what_would_choose_nothing_is_refused(
+    folder: Path, which: str, more: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["episodes", f"{folder}{which}", *more]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"gspo: {more[0]} chooses among the episodes of a job")
+    assert told in said
+
+
+def test_an_episode_of_a_job_is_not_chosen_among_others(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--step", "--limit", "--max-reward"):
+        assert main(["episodes", "job_a/17/2", option, "1", "--url", "http://127.0.0.1:9"]) == 1
+        assert "job_a/17/2 is one episode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--dry-run", "--watch"), "--watch is for a job, and --dry-run creates none"),
+        (("--dry-run", "--key", "k"), "--key is for a job, and --dry-run creates none"),
+        (("--json",), "--json prints all of the answer of --dry-run"),
+    ],
+)
+def test_a_submission_is_refused_with_what_it_would_not_do(
+    more: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "job.yaml", *more]) == 1
+    assert told in capsys.readouterr().err
