@@ -106,7 +106,10 @@ def _check_words(arguments: argparse.Namespace) -> None:
     placement_options.check_key(arguments)
     if arguments.gpu_type and not arguments.gpus_per_node:
         raise CommandError("--gpu-type says of which type the GPUs are, and there are none: give --gpus-per-node")
-    check_log_path(os.path.abspath(arguments.data_dir))
+    data_dir = os.path.abspath(arguments.data_dir)
+    check_log_path(data_dir)
+    if arguments.container:
+        slurm_run.check_mounts(slurm_run.mounted(data_dir, placement_options.model_of(arguments)))
     for option in arguments.srun:
         if option.startswith("-"):
             raise CommandError(f"--srun {option}: options of srun are given without --, such as {option.lstrip('-')}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from gspo_core.cli import main
 from gspo_core.cli.command import CommandError
-from services.launch import ports_option
+from services.launch import ports_option, slurm_run
 from services.launch.installation import Ports
 from services.launch.placement import PlacementRequest, place
 from services.launch.topology import Site
@@ -61,6 +64,24 @@ def test_an_option_given_again_adds_to_what_it_said(tmp_path: Path, capsys: pyte
     division = ("--gpus", "trainer:0-1", "--gpus", "engines:2-3", "--cpus", "engine=4", "--cpus", "trainer=3")
     assert launched("slurm", tmp_path, "--gpus-per-node", "4", *division) == 0
     assert "#SBATCH --cpus-per-task=18" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(("model", "seen"), [("Qwen/Qwen3-8B", set()), ("m", set()), ("/models/m", {"/models"})])
+def test_a_container_mounts_paths_and_no_names(model: str, seen: set[str]) -> None:
+    given = argparse.Namespace(srun=["x=1"], container="image", data_dir="/data", model=model)
+    *_, image, mounts = slurm_run._further(given)
+    assert image == "--container-image=image"
+    paths = {mount.split(":")[0] for mount in mounts.removeprefix("--container-mounts=").split(",")}
+    assert paths - {os.getcwd(), sys.prefix} == {"/data", *seen}
+
+
+@pytest.mark.parametrize("letter", [",", ":"])
+def test_what_would_divide_mounts_is_refused(letter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / f"a{letter}b"
+    folder.mkdir()
+    assert launched("slurm", folder) == 0
+    assert launched("slurm", folder, "--container", "image") == 1
+    assert f"has a {letter!r}, which divides the paths" in capsys.readouterr().err
 
 
 def test_a_plan_for_ray_does_not_ask_where_sglang_is(
