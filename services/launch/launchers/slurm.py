@@ -182,7 +182,7 @@ def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
     ]
     if arguments.job:
         options.append([f"--job={os.path.abspath(arguments.job)}"])
-        options.append([f"--key={arguments.key or f'slurm-{uuid.uuid4().hex}'}"])
+        options.append([f"--key={arguments.key or _kept_key(arguments) or f'slurm-{uuid.uuid4().hex}'}"])
     parser = argparse.ArgumentParser(add_help=False)
     placement_options.add_counts(parser)
     placement_options.add_engine(parser)
@@ -195,6 +195,23 @@ def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
         name = action.option_strings[0]
         options.append([name, *map(str, value)] if isinstance(value, list) else [f"{name}={value}"])
     return options
+
+
+def _kept_key(arguments: argparse.Namespace) -> str | None:
+    """Of the script that is written over, if it submits the same job: under another key it would be a second one."""
+    script = Path(arguments.output or os.devnull)
+    try:
+        text = script.read_text(encoding="utf-8") if script.is_file() else ""
+        words = shlex.split(text.partition("\nexec ")[2])
+    except (OSError, ValueError):
+        return None
+    found = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    same = {"--data-dir": os.path.abspath(arguments.data_dir), "--job": os.path.abspath(arguments.job)}
+    key = found.get("--key")
+    if key is None or any(found.get(name) != value for name, value in same.items()):
+        return None
+    print(f"{arguments.output} keeps its key, and so its job; for another one give --key", file=sys.stderr)
+    return key
 
 
 _SCRIPT = r"""#!/bin/bash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -73,6 +74,30 @@ def test_a_container_mounts_paths_and_no_names(model: str, seen: set[str]) -> No
     assert image == "--container-image=image"
     paths = {mount.split(":")[0] for mount in mounts.removeprefix("--container-mounts=").split(",")}
     assert paths - {os.getcwd(), sys.prefix} == {"/data", *seen}
+
+
+def test_a_script_that_is_written_again_keeps_the_key_of_its_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second job in the same data directory would train the same again, beside the first."""
+    output = tmp_path / "gspo.sbatch"
+
+    def key(*more: str, data_dir: str = "a b's", job: str = "job.yaml") -> str:
+        where = ("--data-dir", str(tmp_path / data_dir), "--job", str(tmp_path / job), "--output", str(output))
+        assert main(["launch", "slurm", "--model", "m", *where, *more]) == 0
+        [found] = re.findall(r"--key=(\S+)", output.read_text())
+        return str(found)
+
+    first = key()
+    assert "keeps its key" not in capsys.readouterr().err
+    assert key("--nodes", "2") == first
+    assert "gspo.sbatch keeps its key, and so its job" in capsys.readouterr().err
+    assert key("--key", "mine") == "mine"
+    assert key() == "mine"
+    others = [key(job="other.yaml"), key(data_dir="other"), key()]
+    assert len({first, "mine", *others}) == 5
+    output.write_bytes(b"\xff not a script of ours: '")
+    assert key() not in others
 
 
 @pytest.mark.parametrize("letter", [",", ":"])
