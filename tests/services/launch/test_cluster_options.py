@@ -61,6 +61,39 @@ def test_a_type_of_gpus_needs_gpus(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "#SBATCH --gres=gpu:h100:2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("9", 540),
+        ("9:30", 570),
+        ("0:9:00", 540),
+        ("00:04:00", 240),
+        ("0-0", None),
+        ("0", None),
+        ("10", None),
+        ("10:00", None),
+        ("1:00:00", None),
+        ("1-0", None),
+        ("0-1:30", None),
+        ("0-0:9", 540),
+        ("0-0:9:50", 590),
+        ("2-12:00:00", None),
+        ("UNLIMITED", None),
+    ],
+)
+def test_a_time_limit_leaves_time_to_train(
+    limit: str, seconds: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is told to leave before its processes have started trains nothing, however often it is submitted."""
+    assert launched("slurm", tmp_path, "--time", limit) == (0 if seconds is None else 1)
+    said = capsys.readouterr()
+    if seconds is None:
+        assert f"#SBATCH --time={limit}" in said.out.splitlines()
+    else:
+        assert f"--time {limit} is {seconds} s, and 292 s before its end all are told to leave" in said.err
+        assert "it takes 592 s (10 minutes)" in said.err
+
+
 def test_an_option_given_again_adds_to_what_it_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     division = ("--gpus", "trainer:0-1", "--gpus", "engines:2-3", "--cpus", "engine=4", "--cpus", "trainer=3")
     assert launched("slurm", tmp_path, "--gpus-per-node", "4", *division) == 0
