@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,8 @@ class _Evaluation:
         split = Split(given)
         if not environment.num_tasks(split):
             raise CommandError(f"{ref} has no {split} tasks")
-        folder = Path(arguments.out or Path("gspo-eval") / time.strftime("%Y%m%d-%H%M%S"))
+        own = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"  # two may begin within a second
+        folder = Path(arguments.out or Path("gspo-eval") / own)
         return cls(arguments, environment, config, agent, split, limits, _digest(ref), folder)
 
     async def run(self) -> int:
@@ -178,7 +180,7 @@ class _Evaluation:
         setting = self._setting(str(kept["model"]))
         if differing := setting.plays_the_same(kept):
             raise OtherSetting(f"{folder} cannot be compared with: it has another {', '.join(differing)}")
-        episodes = read_played(folder)
+        episodes = read_played(folder, with_messages=False)
         return EvalReport(setting, [episodes[place] for place in setting.places() if place in episodes])
 
     def _keep(self, ours: EvalReport, theirs: EvalReport | None) -> dict[str, JSON]:

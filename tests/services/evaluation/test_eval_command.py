@@ -89,6 +89,16 @@ def test_typed_again_it_goes_on_with_what_is_kept(shop: Path, api: Api, type_in:
     assert num_sent < len(sent) <= num_sent + 2
 
 
+def test_evaluations_that_begin_within_a_second_have_folders_of_their_own(
+    shop: Path, api: Api, type_in: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = api
+    monkeypatch.setattr("time.strftime", lambda form: "20261129-120000")
+    line = f"gspo eval {url}#m --env shop.py:Shop --json"
+    assert json.loads(type_in(line))["folder"] != json.loads(type_in(line))["folder"]
+    assert len([*(shop / "gspo-eval").iterdir()]) == 2
+
+
 @pytest.mark.slow  # three engines are started
 @pytest.mark.usefixtures("warm_engines")
 def test_the_same_seed_says_the_same(shop: Path, model: Path, type_in: Type) -> None:
