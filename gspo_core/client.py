@@ -44,6 +44,7 @@ from gspo_core.client_forks import ForkCalls
 from gspo_core.client_leases import LeaseCalls, RequestParts
 from gspo_core.client_replays import ReplayCalls
 from gspo_core.client_traffic import TrafficCalls
+from gspo_core.idempotency_key import IN_WORDS, KEY
 from gspo_core.json_value import JSON
 from gspo_core.server_events import parse_events
 
@@ -174,8 +175,10 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
 
     def create_job(self, spec: Spec | Mapping[str, JSON], *, idempotency_key: str | None = None) -> Job:
         """Submit a job. Calls with the same key make one job, whatever gets lost on the way."""
-        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        return self._ask(Job, "POST", "/v1/jobs", json=_plain(spec), headers=headers)
+        key = idempotency_key or uuid.uuid4().hex
+        if not KEY.fullmatch(key):
+            raise ClientError(f"{key!r} cannot be sent: {IN_WORDS}")
+        return self._ask(Job, "POST", "/v1/jobs", json=_plain(spec), headers={"Idempotency-Key": key})
 
     def plan_job(self, spec: Spec | Mapping[str, JSON], *, gpus: str | None = None) -> Plan:
         """Plan a job without creating it; with `gpus` (8xH100) also the learner's memory."""
@@ -334,9 +337,8 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
 
     def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
         """Registered versions by name."""
-        yield from self._pages(
-            RegisteredEnvironment, "/v1/environments", {"limit": "100"} | ({"name": name} if name else {})
-        )
+        params = {"limit": "100"} | ({"name": name} if name else {})
+        yield from self._pages(RegisteredEnvironment, "/v1/environments", params)
 
     def environment(self, reference: str) -> RegisteredEnvironment:
         """`name@version`, or the newest version of a `name`."""
@@ -361,12 +363,8 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         seed: int = 0,
     ) -> Trial:
         """One episode with these turns (``text``, ``calls``), or with those of its oracle."""
-        body: dict[str, JSON] = {
-            "split": split,
-            "task": task,
-            "seed": seed,
-            "turns": None if turns is None else [dict(t) for t in turns],
-        }
+        body: dict[str, JSON] = {"split": split, "task": task, "seed": seed}
+        body["turns"] = None if turns is None else [dict(t) for t in turns]
         return self._ask(Trial, "POST", _environment_path(reference, "/try"), json=body, timeout=EXAMINATION_S)
 
     def environment_tasks(

@@ -47,6 +47,17 @@ def parse(text: str | bytes | bytearray) -> JSON:
     return value
 
 
+def typed_value(text: str) -> JSON:
+    """What a person typed: JSON, else the text itself. Raises TextRejected for JSON that the standard does not have."""
+    try:
+        json.loads(text)
+    except RecursionError:
+        pass  # told below
+    except ValueError:
+        return text
+    return parse(text)
+
+
 def has_half_a_character(text: bytes | bytearray, value: JSON) -> bool:
     """Whether the value of the text holds half of a surrogate pair, which no UTF-8 can say."""
     if _SURROGATE.search(text) is None:

@@ -15,6 +15,8 @@ from gspo_core.cli.retrain_options import add_retrain
 from gspo_core.cli.trees import search_trees
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+NUM_EPISODES = 20
+"""Listed where no number is asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +99,7 @@ def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
@@ -212,7 +214,7 @@ def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
     episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER | DIR | DIR/TASK/SAMPLE")
     episodes.add_argument("--step", type=int, help="only episodes of this step")
     episodes.add_argument("--max-reward", type=float, help="only episodes with at most this reward")
-    episodes.add_argument("--limit", type=int, default=20, help="number of episodes to list (default: 20)")
+    episodes.add_argument("--limit", type=_positive, help="number of episodes to list (default: 20)")
     episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
     _add_server(episodes)
     episodes.set_defaults(run=_episodes)
@@ -323,13 +325,19 @@ def _episodes(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.episodes import show
     from gspo_core.cli.kept_episodes import evaluation_of, show_kept
 
-    if (kept := evaluation_of(arguments.which)) is not None:
-        reward = arguments.max_reward
-        return show_kept(*kept, limit=arguments.limit, max_reward=reward, as_json=arguments.json)
+    kept = evaluation_of(arguments.which)
+    is_one = kept[1] is not None if kept else "/" in arguments.which
+    for option in ("--step", "--max-reward", "--limit") if is_one else ("--step",) if kept else ():
+        if getattr(arguments, option[2:].replace("-", "_")) is not None:
+            what = "one episode" if is_one else "an evaluation"
+            raise CommandError(f"{option} chooses among the episodes of a job, and {arguments.which} is {what}")
+    limit = NUM_EPISODES if arguments.limit is None else arguments.limit
+    if kept is not None:
+        return show_kept(*kept, limit=limit, max_reward=arguments.max_reward, as_json=arguments.json)
     return show(
         arguments.url,
         _place(arguments.url, arguments.which, "/"),
-        limit=arguments.limit,
+        limit=limit,
         step=arguments.step,
         max_reward=arguments.max_reward,
         as_json=arguments.json,

@@ -8,10 +8,16 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 from gspo_core.cli import service
 from gspo_core.cli.connection import with_scheme
 from gspo_core.cli.finding import Finding, Verdict
+from gspo_core.cli.terminal import plain
+from gspo_core.json_value import JSON
+
+if TYPE_CHECKING:
+    import httpx
 
 MIN_PYTHON = (3, 11)
 
@@ -33,7 +39,7 @@ def examine(url: str) -> Iterator[Finding]:
         yield _no_service()
     for check in checks or ():
         yield check()
-    yield _api(with_scheme(url))
+    yield _api(with_scheme(url).rstrip("/"))
 
 
 def _python() -> Finding:
@@ -55,14 +61,22 @@ def _api(url: str) -> Finding:
         answer = httpx.get(f"{url}/readyz", timeout=3.0, trust_env=False)
     except httpx.TransportError:
         return Finding(Verdict.NOTE, "api", f"nothing answers at {url}: start the stack with gspo up")
+    except httpx.InvalidURL as error:
+        return Finding(Verdict.PROBLEM, "api", f"{url} is no address: {error}")
+    except httpx.RequestError as error:
+        return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it cannot be read: {error}")
+    match _body(answer):
+        case {"error": {"message": reason}} if answer.status_code != 200:
+            return Finding(Verdict.PROBLEM, "api", f"{url} is not ready: {plain(str(reason))}")
+        case {"degraded": [_, *_] as degraded} if answer.status_code == 200:
+            return Finding(Verdict.NOTE, "api", f"{url} answers, but: {plain('; '.join(map(str, degraded)))}")
+        case dict() if answer.status_code == 200:
+            return Finding(Verdict.OK, "api", f"{url} is ready")
+    return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it is not a GSPO API (status {answer.status_code})")
+
+
+def _body(answer: httpx.Response) -> JSON:
     try:
-        body = answer.json()
-    except ValueError:
-        return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it is not a GSPO API (status {answer.status_code})")
-    if answer.status_code != 200:
-        reason = body.get("error", {}).get("message", answer.text)
-        return Finding(Verdict.PROBLEM, "api", f"{url} is not ready: {reason}")
-    degraded = body.get("degraded") or []
-    if degraded:
-        return Finding(Verdict.NOTE, "api", f"{url} answers, but: {'; '.join(map(str, degraded))}")
-    return Finding(Verdict.OK, "api", f"{url} is ready")
+        return cast(JSON, answer.json())
+    except (ValueError, RecursionError):
+        return None

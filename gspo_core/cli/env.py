@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from gspo_core import strict_json
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.examination import examine
 from gspo_core.json_value import JSON
@@ -75,8 +76,8 @@ def config_of(text: str | None) -> dict[str, JSON]:
 
 def json_object(text: str, option: str, what: str) -> dict[str, JSON]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = strict_json.parse(text)
+    except strict_json.TextRejected as error:
         raise CommandError(f"{option} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CommandError(f"{option} must be a JSON object, {what}")

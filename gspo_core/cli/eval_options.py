@@ -45,11 +45,11 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="default: 1 for a model here, the API's own for an API")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of one turn of a model here (default: 1024)")
+    parser.add_argument("--max-new-tokens", type=int, help="of one turn of a model here (default: 1024)")
     parser.add_argument("--chat", metavar="JSON", help="how a model here is spoken to, as in a job")
-    parser.add_argument("--device", default="auto", help="of a model here: cpu, cuda, auto (default)")
+    parser.add_argument("--device", help="of a model here: cpu, cuda, auto (default)")
     parser.add_argument("--body", metavar="JSON", help='further fields of each request to an API: {"max_tokens": 512}')
-    parser.add_argument("--key-env", default="OPENAI_API_KEY", metavar="NAME", help="variable with the API's key")
+    parser.add_argument("--key-env", metavar="NAME", help="variable with the API's key (default: OPENAI_API_KEY)")
     parser.add_argument("--against-key-env", metavar="NAME", help="the same for --against (default: that of --key-env)")
 
 

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +53,18 @@ _ANSWER_S = 600.0
 _CONNECT_S = 10.0
 _TELL_EVERY = 10
 _ADDRESS = ("http://", "https://")
+_MAX_NEW_TOKENS = 1024
+_KEY_ENV = "OPENAI_API_KEY"
+_OF_A_MODEL_HERE = ("--max-new-tokens", "--chat", "--device")
+_OF_AN_API = ("--body", "--key-env")
+_OF_THE_ASKING = ("--temperature", "--max-new-tokens", "--body")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1 or arguments.samples < 1 or arguments.concurrency < 1:
         raise CommandError("--n, --samples and --concurrency must be at least 1")
+    if arguments.temperature is not None and not math.isfinite(arguments.temperature):
+        raise CommandError(f"--temperature {arguments.temperature} is no temperature")
     with CallersPath():
         evaluation = _Evaluation.load(arguments)
         try:
@@ -102,13 +111,15 @@ class _Evaluation:
         split = Split(given)
         if not environment.num_tasks(split):
             raise CommandError(f"{ref} has no {split} tasks")
-        folder = Path(arguments.out or Path("gspo-eval") / time.strftime("%Y%m%d-%H%M%S"))
+        own = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"  # two may begin within a second
+        folder = Path(arguments.out or Path("gspo-eval") / own)
         return cls(arguments, environment, config, agent, split, limits, _digest(ref), folder)
 
     async def run(self) -> int:
         for model in (self.arguments.model, self.arguments.against):
             _require_address(model or "")
         kept, sides = self._sides()
+        self._refuse_idle([side.setting.model for side in sides])
         theirs, problem = kept, ""
         async with AsyncExitStack() as stack:
             for side in sides:
@@ -135,13 +146,32 @@ class _Evaluation:
     def _sides(self) -> tuple[EvalReport | None, list[_Side]]:
         """The evaluation that was kept, and who is to play."""
         given, against = self.arguments, self.arguments.against
-        ours = _Side(self._setting(given.model), given.key_env, self.folder)
+        key_env = given.key_env or _KEY_ENV
+        ours = _Side(self._setting(given.model), key_env, self.folder)
         if against is None:
             return None, [ours]
         if (kept := self._kept(Path(against))) is not None:
             return kept, [ours]
-        key_env = given.against_key_env or given.key_env
-        return None, [ours, _Side(self._setting(against), key_env, self.folder / "against")]
+        theirs = _Side(self._setting(against), given.against_key_env or key_env, self.folder / "against")
+        return None, [ours, theirs]
+
+    def _refuse_idle(self, models: Sequence[str]) -> None:
+        """Options that nobody who plays would act on. Raises CommandError."""
+        idle: dict[str, str] = {}
+        if isinstance(self.environment, AgentEnvironment):
+            idle |= dict.fromkeys(_OF_THE_ASKING, "says how a model is asked, and this agent asks by itself")
+        are_apis = [model.startswith(_ADDRESS) for model in models]
+        if all(are_apis):
+            idle |= dict.fromkeys(
+                _OF_A_MODEL_HERE, "is of a model here, and none plays; --body is of an API's requests"
+            )
+        if not any(are_apis):
+            idle |= dict.fromkeys(_OF_AN_API, "is of an API, and none plays")
+        if not any(are_apis[1:]):
+            idle["--against-key-env"] = "is of an API to play against, and none is"
+        for option, why in idle.items():
+            if getattr(self.arguments, option[2:].replace("-", "_")) is not None:
+                raise CommandError(f"{option} {why}")
 
     def _kept(self, folder: Path) -> EvalReport | None:
         kept = read_setting(folder)
@@ -150,7 +180,7 @@ class _Evaluation:
         setting = self._setting(str(kept["model"]))
         if differing := setting.plays_the_same(kept):
             raise OtherSetting(f"{folder} cannot be compared with: it has another {', '.join(differing)}")
-        episodes = read_played(folder)
+        episodes = read_played(folder, with_messages=False)
         return EvalReport(setting, [episodes[place] for place in setting.places() if place in episodes])
 
     def _keep(self, ours: EvalReport, theirs: EvalReport | None) -> dict[str, JSON]:
@@ -163,7 +193,7 @@ class _Evaluation:
 
     def _tell(self, ours: EvalReport, theirs: EvalReport | None, found: Mapping[str, JSON]) -> None:
         if self.arguments.json:
-            print(json.dumps(found, ensure_ascii=False, indent=2))
+            print(json.dumps(found, ensure_ascii=False, indent=2).encode("utf-8", "replace").decode())
             return
         say(*ours.lines())
         if theirs is not None:
@@ -173,7 +203,7 @@ class _Evaluation:
 
     async def _report(self, side: _Side, policy: EvaluatedPolicy) -> EvalReport:
         setting = side.setting
-        world = World(self.environment, self.split, self.limits, self.arguments.max_new_tokens, time.monotonic)
+        world = World(self.environment, self.split, self.limits, self._max_new_tokens, time.monotonic)
         progress = _Progress(setting.model, len(setting.places()), quiet=not sys.stderr.isatty())
         episodes = await evaluate(
             setting, world, policy, side.folder, concurrency=self.arguments.concurrency, tell=progress.tell
@@ -181,10 +211,16 @@ class _Evaluation:
         progress.end()
         return EvalReport(setting, episodes)
 
+    @property
+    def _max_new_tokens(self) -> int:
+        given: int | None = self.arguments.max_new_tokens
+        return _MAX_NEW_TOKENS if given is None else given
+
     def _setting(self, model: str) -> EvalSetting:
         given = self.arguments
         tasks = chosen_tasks(self.environment.num_tasks(self.split), given.n, given.seed)
-        sampling = {name: getattr(given, name) for name in ("temperature", "max_new_tokens", "chat", "body")}
+        sampling: dict[str, JSON] = {"temperature": given.temperature, "max_new_tokens": self._max_new_tokens}
+        sampling |= {"chat": given.chat, "body": given.body}
         limits = {} if given.limits is None else json_object(given.limits, "--limits", "as a job has it")
         return EvalSetting(
             model=model,
@@ -215,7 +251,7 @@ class _Evaluation:
             model=model,
             temperature=1.0 if given.temperature is None else given.temperature,
             chat=chat,
-            device=given.device,
+            device=given.device or "auto",
             seed=given.seed,
             api_url=with_scheme(given.url),
         )

@@ -15,7 +15,9 @@ from gspo_core.cli.connection import connected
 from gspo_core.cli.dry_run import lines_of
 from gspo_core.cli.naming import job_meant
 from gspo_core.cli.terminal import counted, say
+from gspo_core.idempotency_key import IN_WORDS, KEY
 from gspo_core.json_value import JSON
+from gspo_core.strict_json import TextRejected, typed_value
 
 # No job has a step of sixteen digits.
 _STEP = re.compile(r"[0-9]{1,15}")
@@ -26,6 +28,12 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     from gspo_core.spec import spec_warnings
     from gspo_core.spec_file import SpecFileError, load_job_spec
 
+    if dry_run and (watch or key is not None):
+        raise CommandError(f"{'--watch' if watch else '--key'} is for a job, and --dry-run creates none")
+    if as_json and not dry_run:
+        raise CommandError("--json prints all of the answer of --dry-run: give both")
+    if key is not None and not KEY.fullmatch(key):
+        raise CommandError(f"--key {key!r}: {IN_WORDS}")
     try:
         spec = load_job_spec(Path(file))
     except SpecFileError as error:
@@ -92,9 +100,9 @@ def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
                 raise CommandError(f"{assignment}: {section} was already given a value")
             place = inner
         try:
-            place[name] = json.loads(text)
-        except ValueError:
-            place[name] = text
+            place[name] = typed_value(text)
+        except TextRejected as error:
+            raise CommandError(f"{assignment}: {error}") from error
     with connected(url) as client:
         job = client.change(job_id, changes)
     print(f"{job['id']} continues from its next step with {json.dumps(job['settings'])}")

@@ -31,10 +31,15 @@ def show_kept(folder: Path, place: EpisodePlace | None, *, limit: int, max_rewar
             raise CommandError(f"{folder} holds no episode {place}")
         say(*([json.dumps(asdict(played[place]))] if as_json else _transcript(played[place])))
         return 0
-    wanted = [one for one in played.values() if max_reward is None or (one.reward or 0.0) <= max_reward]
+    wanted = [one for one in played.values() if max_reward is None or _is_at_most(one, max_reward)]
     for one in sorted(wanted, key=lambda one: one.place)[:limit]:
         say(json.dumps(asdict(one)) if as_json else _line(folder, one))
     return 0
+
+
+def _is_at_most(one: Played, max_reward: float) -> bool:
+    """Not so of what failed: it has no reward, which is not one of 0."""
+    return one.reward is not None and one.reward <= max_reward
 
 
 def _line(folder: Path, one: Played) -> str:

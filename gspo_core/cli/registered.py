@@ -6,8 +6,8 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
+from gspo_core import strict_json
 from gspo_core.api_answers import EnvironmentSource, RegisteredEnvironment, TrialEntry
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
@@ -91,8 +91,8 @@ def _json_object(text: str, what: str) -> dict[str, JSON]:
 
 def _json(text: str, what: str) -> JSON:
     try:
-        return cast(JSON, json.loads(text))
-    except ValueError as error:
+        return strict_json.parse(text)
+    except strict_json.TextRejected as error:
         raise CommandError(f"{what} is not JSON: {error}") from error
 
 

@@ -50,6 +50,11 @@ def load_environment(
     return _as_environment(ref, found, dict(config or {}), system_prompt)
 
 
+def load_object(ref: str) -> object:
+    """The class or function that ``ref`` names, whatever it is for."""
+    return _find(ref)[1]
+
+
 def _find(ref: str) -> tuple[ModuleType, object]:
     module_name, separator, attribute = ref.rpartition(":")
     if not separator or not module_name or not attribute:

@@ -28,6 +28,7 @@ _AGAIN = frozenset({408, 409, 425, 429})
 _NEVER = frozenset({401, 403, 404, 405})
 _PAUSE_S = (0.5, 30.0)
 _EXCERPT_CHARS = 300
+_IS_JSON = {"Content-Type": "application/json"}
 # In the words of several APIs, our own gateway among them.
 _TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context", "too many tokens")
 
@@ -67,13 +68,17 @@ class ChatCompletions:
         """The answer's JSON, or why the conversation is too long."""
         told = {"tools": list(tools)} if tools else {}
         body = {"model": self._api.model, "messages": list(messages), **told, **self._api.body}
+        content = _utf8(body)
         began, pause_s = self._clock(), _PAUSE_S[0]
         while True:
             wait_s = pause_s
             try:
-                answer = await self._client.post(f"{self._api.base_url}/chat/completions", json=body)
+                url = f"{self._api.base_url}/chat/completions"
+                answer = await self._client.post(url, content=content, headers=_IS_JSON)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
+            except httpx.RequestError as error:  # what came cannot be unpacked
+                raise PolicyFailed(f"policy: {type(error).__name__}: {error}") from None
             else:
                 if answer.is_success:
                     return _object(answer)
@@ -127,13 +132,13 @@ def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
     try:
         choice = answer["choices"][0]
         given, finish = choice["message"], choice.get("finish_reason")
-        text = given.get("content") or ""
+        text, thought = _said(given.get("content"))
         calls = [_message_call(number, call) for number, call in enumerate(given.get("tool_calls") or ())]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise PolicyFailed(f"policy: its answer is no chat completion: {type(error).__name__}: {error}") from None
     if finish == "content_filter":
         raise PolicyFailed("policy: its answer was withheld by a content filter")
-    reasoning = given.get("reasoning_content") or given.get("reasoning") or ""
+    reasoning = given.get("reasoning_content") or given.get("reasoning") or thought
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = str(reasoning)
@@ -145,6 +150,22 @@ def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
     tokens = (answer.get("usage") or {}).get("completion_tokens")
     stop = StopReason.MAX_TOKENS if finish == "length" else None
     return Turn(parsed, message, tokens if isinstance(tokens, int) else None, stop)
+
+
+def _said(content: object) -> tuple[str, str]:
+    """The text of a content, and what was thought where it is a list of parts. Raises ``PolicyFailed``."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    text, thought = "", ""
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": "text", "text": str(piece)}:
+                text += piece
+            case {"type": "thinking", "thinking": str() | list() as pieces}:
+                thought += _said(pieces)[0]
+            case _:
+                raise PolicyFailed(f"policy: its content is no text: {str(part)[:_EXCERPT_CHARS]}")
+    return text, thought
 
 
 def _message_call(number: int, call: Mapping[str, Any]) -> MessageCall:
@@ -169,12 +190,17 @@ def _read_call(call: MessageCall, tools: set[str]) -> ToolCall:
 
 def _object(answer: httpx.Response) -> Mapping[str, Any]:
     try:
-        found = answer.json()
-    except ValueError:
+        found = json.loads(_utf8(answer.json()))
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise PolicyFailed(f"policy: its answer is not JSON: {answer.text[:_EXCERPT_CHARS]}")
     return found
+
+
+def _utf8(value: object) -> bytes:
+    """As JSON, with a question mark for half of a surrogate pair: APIs and tools write such, which UTF-8 cannot."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _may_succeed_later(answer: httpx.Response) -> bool:
@@ -195,7 +221,7 @@ async def only_model(base_url: str, client: httpx.AsyncClient) -> str:
         answer = await client.get(f"{base_url}/models")
         names = [str(one["id"]) for one in answer.json()["data"]] if answer.is_success else []
         problem = f"status {answer.status_code}: {answer.text[:_EXCERPT_CHARS]}"
-    except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+    except (httpx.RequestError, ValueError, KeyError, TypeError) as error:
         raise PolicyUnusable(f"{base_url}/models cannot be read: {type(error).__name__}: {error}") from None
     if len(names) == 1:
         return names[0]

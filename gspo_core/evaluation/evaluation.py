@@ -110,8 +110,9 @@ async def evaluate(
     concurrency: int,
     tell: Callable[[Played], None],
 ) -> list[Played]:
-    """All episodes of the setting, in the order of their places. Raises ``PolicyUnusable``."""
-    played = {place: one for place, one in read_played(folder).items() if one.failure is None}
+    """All episodes of the setting, in the order of their places, without what was said. Raises ``PolicyUnusable``."""
+    kept = read_played(folder, with_messages=False)
+    played = {place: one for place, one in kept.items() if one.failure is None}
     missing = iter([place for place in setting.places() if place not in played])
     file = PlayedFile(folder)
 
@@ -119,7 +120,7 @@ async def evaluate(
         for place in missing:
             one = await play(world, policy, place, task_seed(setting.seed, place.task))
             file.add(one)
-            played[place] = one
+            played[place] = one.without_messages()
             tell(one)
 
     try:

@@ -7,8 +7,8 @@ its writer died is played again; of two lines of an episode the later one counts
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -55,21 +55,27 @@ class Played:
     def to_line(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
+    def without_messages(self) -> Played:
+        """As a report needs it: the conversations of all episodes may be more than fits into memory."""
+        return replace(self, messages=())
+
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Played:
         return cls(**{**given, "place": EpisodePlace(*given["place"])})
 
 
-def read_played(folder: Path) -> dict[EpisodePlace, Played]:
+def read_played(folder: Path, *, with_messages: bool = True) -> dict[EpisodePlace, Played]:
     """The episodes that ``folder`` holds."""
     file = folder / EPISODES_FILE
     if not file.is_file():
         return {}
-    return {one.place: one for one in _readable(file.read_text(encoding="utf-8", errors="replace"))}
+    # Other line separators belong to the text.
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        return {one.place: one if with_messages else one.without_messages() for one in _readable(lines)}
 
 
-def _readable(text: str) -> Iterator[Played]:
-    for line in text.split("\n"):  # other line separators belong to the text
+def _readable(lines: Iterable[str]) -> Iterator[Played]:
+    for line in lines:
         try:
             yield Played.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError):  # torn
@@ -118,7 +124,7 @@ def read_setting(folder: Path) -> dict[str, JSON] | None:
 def write_whole(file: Path, content: Mapping[str, JSON]) -> None:
     """As JSON, and in place only once it is whole."""
     partial = file.with_name(partial_name(file.name))
-    partial.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors="replace")
     partial.replace(file)
 
 

@@ -6,7 +6,6 @@ The rule: a change says exactly what is different; everything else is as it was 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from gspo_core.live_settings import is_setting
 from gspo_core.log.batches import BatchExtra, LoggedBatch, LoggedSettings
 from gspo_core.problems import near, problems
 from gspo_core.spec import JobSpec
+from gspo_core.strict_json import TextRejected, typed_value
 from gspo_core.types import Group, Trajectory
 
 # Keys that stand for others.
@@ -49,9 +49,9 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, JSON]:
         if not is_assigned:
             raise ImpossibleChange(f"{assignment}: write KEY=VALUE, for example optimizer.lr=5e-7")
         try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
+            values[key] = typed_value(text)
+        except TextRejected as error:
+            raise ImpossibleChange(f"{assignment}: {error}") from error
     return values
 
 

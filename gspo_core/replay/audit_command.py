@@ -23,6 +23,8 @@ from gspo_core.replay.signing import check_signature, signature_of, write_signed
 from gspo_core.types import Trajectory
 
 _STEP = re.compile(r"(?P<job>.+)@(?P<step>\d+)")
+_OF_A_JOB = ("--to", "--sign", "--episode", "--user", "--replay", "--json")
+"""What needs more than weights and a chain."""
 _EPISODE = re.compile(r"(?P<group>\d+)(?:/(?P<member>\d+))?")
 
 
@@ -69,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         weights = Path(arguments.what)
         if (weights / layout.WEIGHTS_MANIFEST).is_file():
             if known is not None:
+                _refuse_of_a_job(arguments)
                 return _tell_of_weights(weights, known, arguments.model)
             folder, last, version = weights.resolve().parents[1], None, manifest_of(weights).version
         else:
@@ -82,6 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:
         raise CommandError(f"signatures need {error.name}, which is not installed here: install gspo[sign]") from error
+
+
+def _refuse_of_a_job(arguments: argparse.Namespace) -> None:
+    """Raises CommandError."""
+    if given := next((option for option in _OF_A_JOB if getattr(arguments, option.removeprefix("--"))), None):
+        raise CommandError(f"{given} is for a job: weights are held against a chain, by --chain and --model alone")
 
 
 def _known(path: Path | None, public_key: Path | None) -> Chain | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.terminal import say
+from gspo_core.env.loading import load_object
+from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.replay.command import folder_of
 from gspo_core.replay.past import Past, PastError, kept_range
 from gspo_core.replay.rescoring import Decode, Rescored, Reward, rescore
@@ -63,17 +64,15 @@ def chosen_reward(ref: str | None, spec: JobSpec) -> Reward:
 
 def load_named(ref: str) -> object:
     """Raises CommandError."""
-    name, _, function = ref.rpartition(":")
-    if name and not Path(name).is_file():
-        raise CommandError(f"{ref}: there is no file {name}")
-    spec = importlib.util.spec_from_file_location("reward_of_" + Path(name).stem, name) if name else None
-    if spec is None or spec.loader is None:
+    name, _, attribute = ref.rpartition(":")
+    if not name.endswith(".py") or not attribute:
         raise CommandError(f"{ref}: write FILE.py:NAME, of a class or a function")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise CommandError(f"{name} has no class or function {function}")
-    found: object = getattr(module, function)
+    try:
+        found = load_object(ref)
+    except InvalidEnvironment as error:
+        raise CommandError(str(error)) from error
+    if not callable(found):
+        raise CommandError(f"{name} has no class or function {attribute}")
     return found
 
 

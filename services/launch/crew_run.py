@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services.launch.crew import LOOK_S, Crew, CrewError, CrewPlace
 from services.launch.first_secrets import BadSecret, make_secrets
+from services.launch.follower import API_AWAY
 from services.launch.installation import Installation
 from services.launch.only_one import RunsAlready, only_one
 from services.launch.placement import described
@@ -23,6 +24,8 @@ from services.launch.stack import terminate_as_interrupt
 from services.process.children import die_with_parent
 
 TOLD_TO_LEAVE = 128 + signal.SIGTERM
+# Beside what the follower itself waits; an API that starts again takes longer.
+FOLLOW_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,18 @@ def _run(installation: Installation, place: CrewPlace, submission: Submission | 
     make_secrets(installation.data_dir.secrets.path, f"{installation.hosts[0]}:{installation.ports.redis}")
     print(described(installation.members, nodes=len(installation.hosts)), flush=True)
     crew = Crew(installation, place, say)
-    follower: subprocess.Popen[bytes] | None = None
+    follower: _Follower | None = None
     try:
         crew.start()
         crew.until_ready()
         key_file = installation.data_dir.secrets.secret("api", "gspo_api_keys")
         print(f"API: {installation.api_url} (key: {key_file})", flush=True)
         if submission is not None:
-            follower = _follow(installation, submission, key_file.read_text().strip())
-        while follower is None or follower.poll() is None:
+            follower = _Follower(installation, submission, key_file.read_text().strip())
+        while follower is None or (code := follower.poll()) is None:
             crew.look()
             time.sleep(LOOK_S)
-        return follower.returncode
+        return code
     except KeyboardInterrupt:
         say("asked to leave")
         return TOLD_TO_LEAVE
@@ -75,18 +78,42 @@ def _run(installation: Installation, place: CrewPlace, submission: Submission | 
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # leaving has its own time limits
             signal.signal(number, signal.SIG_IGN)
-        if follower is not None and follower.poll() is None:
-            follower.terminate()
-            follower.wait()
+        if follower is not None:
+            follower.leave()
         crew.leave()
 
 
-def _follow(installation: Installation, submission: Submission, api_key: str) -> subprocess.Popen[bytes]:
-    entry = "import sys; from gspo_core.cli import main; sys.exit(main())"
-    words = ["submit", str(submission.job), f"--key={submission.key}", "--watch", "--url", installation.api_url]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", entry, *words],
-        env={**os.environ, "GSPO_API_KEY": api_key},
-        stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent(),
-    )
+class _Follower:
+    """Submits the job and follows it; started again while the API is away, which the crew starts again itself."""
+
+    def __init__(self, installation: Installation, submission: Submission, api_key: str) -> None:
+        self._words = [f"--key={submission.key}", "--url", installation.api_url, "--", str(submission.job)]
+        self._api_key = api_key
+        self._again_at: float | None = None
+        self._process = self._started()
+
+    def poll(self) -> int | None:
+        """Its exit status once the job is over, or was refused."""
+        if self._again_at is not None:
+            if time.monotonic() >= self._again_at:
+                self._again_at, self._process = None, self._started()
+            return None
+        code = self._process.poll()
+        if code is not None and (code == API_AWAY or code < 0):
+            say(f"the job is not followed any more; going on with it in {FOLLOW_AGAIN_S:.0f} s")
+            self._again_at = time.monotonic() + FOLLOW_AGAIN_S
+            return None
+        return code
+
+    def leave(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "services.launch.follower", *self._words],
+            env={**os.environ, "GSPO_API_KEY": self._api_key},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )

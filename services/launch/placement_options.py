@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from enum import Enum
 
 from gspo_core.cli.command import CommandError
+from gspo_core.idempotency_key import IN_WORDS, KEY
 from services.launch import engine_command, engine_versions, topology
 from services.launch.engine_command import BadEngineCommand, EngineCommand
 from services.launch.engine_versions import NoVersion, Unanswered
@@ -184,6 +185,8 @@ def check_key(arguments: argparse.Namespace) -> None:
     """Raises CommandError."""
     if arguments.key is not None and not arguments.job:
         raise CommandError("--key is the key of a job, and there is none: give it with --job, or with gspo submit")
+    if arguments.key is not None and not KEY.fullmatch(arguments.key):
+        raise CommandError(f"--key {arguments.key!r}: {IN_WORDS}")
 
 
 def check_kind(arguments: argparse.Namespace, *, has_keys: bool) -> None:

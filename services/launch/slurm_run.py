@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from gspo_core.cli.command import CommandError
@@ -74,12 +75,27 @@ def main() -> int:
 def _further(arguments: argparse.Namespace) -> list[str]:
     options = [f"--{option}" for option in arguments.srun]
     if arguments.container:
-        seen = {os.getcwd(), arguments.data_dir, os.path.dirname(arguments.model) or os.getcwd()}
+        seen = {os.getcwd(), *mounted(arguments.data_dir, arguments.model)}
         if sys.prefix != sys.base_prefix:  # our packages; the interpreter below them is the image's
             seen.add(sys.prefix)
+        check_mounts(seen)
         mounts = ",".join(f"{path}:{path}" for path in sorted(seen))
         options += [f"--container-image={arguments.container}", f"--container-mounts={mounts}"]
     return options
+
+
+def mounted(data_dir: str, model: str) -> set[str]:
+    """A model that is no path is a name of the hub."""
+    return {data_dir, os.path.dirname(model)} if os.path.isabs(model) else {data_dir}
+
+
+def check_mounts(paths: Iterable[str]) -> None:
+    """Raises CommandError for what ``--container-mounts`` does not take as it is: it has no quotes."""
+    for path in sorted(paths):
+        if found := next((letter for letter in ",:" if letter in path), None):
+            raise CommandError(
+                f"--container: {path!r} has a {found!r}, which divides the paths that it mounts: rename it"
+            )
 
 
 if __name__ == "__main__":

@@ -211,6 +211,17 @@ def test_weights_that_were_carried_away_are_known_by_the_chain_alone(
     assert "config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "more", [("--replay",), ("--to", "x.chain"), ("--episode", "1/0"), ("--user", "ann"), ("--json",)]
+)
+def test_what_needs_a_job_is_refused_of_weights_beside_a_chain(
+    more: tuple[str, ...], past: MadePast, chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 0 after `--replay` would say that something was trained again."""
+    assert main(["audit", str(past.folder / layout.WEIGHTS / "v5"), "--chain", str(chain), *more]) == 1
+    assert f"{more[0]} is for a job" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["OpenSSH", "PEM"])
 def test_a_chain_is_signed_and_known_by_the_public_key(
     past: MadePast, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]

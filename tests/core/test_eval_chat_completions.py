@@ -21,7 +21,7 @@ TOOL: ToolSchema = {"type": "function", "function": {"name": "add", "parameters"
 START = Start([{"role": "user", "content": "Go."}], [TOOL])
 
 
-def completion(content: str | None, finish: str = "stop", **message: Any) -> dict[str, Any]:
+def completion(content: Any, finish: str = "stop", **message: Any) -> dict[str, Any]:
     choice = {"message": {"role": "assistant", "content": content, **message}, "finish_reason": finish}
     return {"choices": [choice], "usage": {"completion_tokens": 7}}
 
@@ -90,6 +90,20 @@ def test_an_answer_that_was_cut_off_is_not_complete() -> None:
     assert (turn.parsed.complete, turn.stop) == (False, StopReason.MAX_TOKENS)
 
 
+def test_a_content_in_parts_is_their_text_and_what_was_thought() -> None:
+    thinking = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm. "}]}]
+    parts = [*thinking, {"type": "thinking", "thinking": "So."}, *({"type": "text", "text": one} for one in "ab")]
+    turn = read_answer(completion(parts), set())
+    assert (turn.parsed.text, turn.parsed.reasoning) == ("ab", "Hm. So.")
+    assert turn.message == {"role": "assistant", "content": "ab", "reasoning_content": "Hm. So."}
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {}}], ["a"], [{"type": "text"}], {}, 7])
+def test_a_content_of_another_kind_is_a_failure(content: Any) -> None:
+    with pytest.raises(PolicyFailed, match="its content is no text"):
+        read_answer(completion(content), set())
+
+
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}])
 def test_an_answer_of_another_shape_is_a_failure(answer: dict[str, Any]) -> None:
     with pytest.raises(PolicyFailed, match="no chat completion"):
@@ -112,6 +126,31 @@ async def test_a_request_that_may_succeed_later_is_sent_again() -> None:
     answer = await asked(server)
     assert isinstance(answer, Turn)
     assert (answer.parsed.text, len(server.sent)) == ("Yes.", 3)
+
+
+async def test_half_a_character_is_neither_kept_nor_sent() -> None:
+    half = httpx.Response(200, content=json.dumps(completion("It is \ud83d.")))
+    server = Server(half, completion("Yes."))
+    conversation = policy_of(server).converse("0/0", 1, EpisodeLimits())
+    conversation.begin(START)
+    turn = await conversation.answer(100)
+    assert isinstance(turn, Turn)
+    assert turn.parsed.text == turn.message["content"] == "It is ?."
+    assert conversation.read(turn, [{"role": "user", "content": "a tool read \udc00"}]) is None
+    await conversation.answer(100)
+    assert [one["content"] for one in server.sent[1]["messages"]] == ["Go.", "It is ?.", "a tool read ?"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")),
+        httpx.Response(200, content="[" * 100_000),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_fails_its_episode_alone(answer: httpx.Response) -> None:
+    with pytest.raises(PolicyFailed, match=r"DecodingError|is not JSON"):
+        await asked(Server(answer))
 
 
 async def test_patience_ends() -> None:

@@ -130,7 +130,9 @@ async def test_episodes_are_scored_with_parts_turns_and_tokens(tmp_path: Path) -
     first = episodes[0]
     assert (first.stop, first.num_turns, first.num_tokens, first.num_calls) == ("completed", 2, 8, 1)
     assert first.parts == {"reached": 1.0, "exact": 0.0}
-    assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    said = read_played(tmp_path)[first.place].messages
+    assert [message["role"] for message in said] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [one.messages for one in episodes] == [()] * 8, "all conversations at a time may be more than fits"
     report = EvalReport(SETTING, episodes).to_json()
     assert report["reward"]["mean"] == 1  # type: ignore[index, call-overload]
     assert (report["turns_mean"], report["tokens_mean"], report["failed"]) == (2, 8, 0)

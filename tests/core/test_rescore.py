@@ -84,6 +84,30 @@ def test_the_command_sums_up(past: MadePast, tmp_path: Path, capsys: pytest.Capt
     assert f"there is no file {tmp_path}/none.py" in capsys.readouterr().err
 
 
+def test_a_reward_of_a_file_has_its_neighbours_and_its_mistakes_are_told(
+    past: MadePast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside_the_reward.py").write_text("WORTH = 1.0\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom beside_the_reward import WORTH\n"
+        "@dataclass\nclass Judge:\n    worth: float\n\n"
+        "def score(episode):\n    return Judge(WORTH).worth\n"
+    )
+    arguments = ["rescore", str(past.folder), "--first", "3", "--last", "3", "--reward"]
+    assert main([*arguments, f"{file}:score"]) == 0
+    for text, told in (
+        ("1 / 0", "ZeroDivisionError"),
+        ("def score(", "SyntaxError"),
+        ("raise SystemExit", "SystemExit"),
+    ):
+        broken = tmp_path / "broken.py"
+        broken.write_text(f"{text}\n")
+        capsys.readouterr()
+        assert main([*arguments, f"{broken}:score"]) == 1
+        assert told in capsys.readouterr().err
+
+
 def test_where_the_rewards_go_is_looked_at_before_an_episode_is_judged(
     past: MadePast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ under its own idempotency key, so the job resumes too. What the script runs is `
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -28,6 +29,8 @@ from services.launch.topology import Site
 HELP = "write a batch script that runs the stack over an allocation"
 # Extra shutdown time for signals and steps.
 SLACK_S = 60
+# Slurm signals up to a minute early, and processes take a while to start.
+LEAST_RUN_S = 300
 # For the script itself and the follower of the job, on the first node.
 OWN_MEMORY_MB = 1024
 # Handed on to sbatch as they are.
@@ -106,7 +109,10 @@ def _check_words(arguments: argparse.Namespace) -> None:
     placement_options.check_key(arguments)
     if arguments.gpu_type and not arguments.gpus_per_node:
         raise CommandError("--gpu-type says of which type the GPUs are, and there are none: give --gpus-per-node")
-    check_log_path(os.path.abspath(arguments.data_dir))
+    data_dir = os.path.abspath(arguments.data_dir)
+    check_log_path(data_dir)
+    if arguments.container:
+        slurm_run.check_mounts(slurm_run.mounted(data_dir, placement_options.model_of(arguments)))
     for option in arguments.srun:
         if option.startswith("-"):
             raise CommandError(f"--srun {option}: options of srun are given without --, such as {option.lstrip('-')}")
@@ -148,6 +154,13 @@ def _directives(arguments: argparse.Namespace, members: Sequence[Member]) -> lis
         )
     if arguments.mem is not None and megabytes(arguments.mem) < memory:
         raise PlacementError(f"a node's processes need {memory} MB, more than --mem {arguments.mem}")
+    lead_s = topology.leaving_s(Site.BATCH) + SLACK_S
+    limit_s, least_s = _seconds(arguments.time), lead_s + LEAST_RUN_S
+    if limit_s and limit_s < least_s:
+        raise PlacementError(
+            f"--time {arguments.time} is {limit_s} s, and {lead_s} s before its end all are told to leave: it takes "
+            f"{least_s} s ({math.ceil(least_s / 60)} minutes) to train anything"
+        )
     kind = f"gpu:{arguments.gpu_type}" if arguments.gpu_type else "gpu"
     directives = {
         "job-name": "gspo",
@@ -159,11 +172,21 @@ def _directives(arguments: argparse.Namespace, members: Sequence[Member]) -> lis
         "time": arguments.time,
         **{option.removeprefix("--"): getattr(arguments, option.removeprefix("--")) for option in PLAIN},
         # Told before the time limit, to leave in order; queued again when preempted or when a node is lost.
-        "signal": f"B:TERM@{topology.leaving_s(Site.BATCH) + SLACK_S}",
+        "signal": f"B:TERM@{lead_s}",
         "requeue": "",
         "open-mode": "append",
     }
     return [f"#SBATCH --{name}{'=' * bool(value)}{value}" for name, value in directives.items() if value is not None]
+
+
+def _seconds(limit: str) -> int | None:
+    """Of a time limit, in any form of Slurm's, where 0 is none; None for a word, which Slurm may know."""
+    days, is_days, rest = limit.rpartition("-")
+    fields = rest.split(":")
+    if len(fields) > 3 or not all(one.isdecimal() for one in (*fields, *([days] if is_days else []))):
+        return None
+    units = (3600, 60, 1) if is_days or len(fields) == 3 else (60, 1)  # minutes come first where nothing is longer
+    return 86400 * int(days or 0) + sum(int(one) * unit for one, unit in zip(fields, units, strict=False))
 
 
 def _by_node(nodes: int, members: Sequence[Member]) -> list[list[Member]]:
@@ -179,7 +202,7 @@ def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
     ]
     if arguments.job:
         options.append([f"--job={os.path.abspath(arguments.job)}"])
-        options.append([f"--key={arguments.key or f'slurm-{uuid.uuid4().hex}'}"])
+        options.append([f"--key={arguments.key or _kept_key(arguments) or f'slurm-{uuid.uuid4().hex}'}"])
     parser = argparse.ArgumentParser(add_help=False)
     placement_options.add_counts(parser)
     placement_options.add_engine(parser)
@@ -192,6 +215,23 @@ def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
         name = action.option_strings[0]
         options.append([name, *map(str, value)] if isinstance(value, list) else [f"{name}={value}"])
     return options
+
+
+def _kept_key(arguments: argparse.Namespace) -> str | None:
+    """Of the script that is written over, if it submits the same job: under another key it would be a second one."""
+    script = Path(arguments.output or os.devnull)
+    try:
+        text = script.read_text(encoding="utf-8") if script.is_file() else ""
+        words = shlex.split(text.partition("\nexec ")[2])
+    except (OSError, ValueError):
+        return None
+    found = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    same = {"--data-dir": os.path.abspath(arguments.data_dir), "--job": os.path.abspath(arguments.job)}
+    key = found.get("--key")
+    if key is None or any(found.get(name) != value for name, value in same.items()):
+        return None
+    print(f"{arguments.output} keeps its key, and so its job; for another one give --key", file=sys.stderr)
+    return key
 
 
 _SCRIPT = r"""#!/bin/bash

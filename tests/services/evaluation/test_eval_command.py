@@ -89,6 +89,16 @@ def test_typed_again_it_goes_on_with_what_is_kept(shop: Path, api: Api, type_in:
     assert num_sent < len(sent) <= num_sent + 2
 
 
+def test_evaluations_that_begin_within_a_second_have_folders_of_their_own(
+    shop: Path, api: Api, type_in: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = api
+    monkeypatch.setattr("time.strftime", lambda form: "20261129-120000")
+    line = f"gspo eval {url}#m --env shop.py:Shop --json"
+    assert json.loads(type_in(line))["folder"] != json.loads(type_in(line))["folder"]
+    assert len([*(shop / "gspo-eval").iterdir()]) == 2
+
+
 @pytest.mark.slow  # three engines are started
 @pytest.mark.usefixtures("warm_engines")
 def test_the_same_seed_says_the_same(shop: Path, model: Path, type_in: Type) -> None:
@@ -145,6 +155,17 @@ def test_an_agent_that_owns_its_loop_is_scored_over_an_api(shop: Path, api: Api,
         ("http://host:port/v1#x --env shop.py:Shop", "http://host:port/v1#x is no address: Invalid port: 'port'"),
         ("http:///v1#x --env shop.py:Shop", "http:///v1#x is no address: it names no host"),
         ("http://127.0.0.1:9#m --env shop.py:Shop --against http://host:port/v1#x", "host:port/v1#x is no address"),
+        ("http://127.0.0.1:9#m --env shop.py:Shop --max-new-tokens 9", "--max-new-tokens is of a model here"),
+        ("http://127.0.0.1:9#m --env shop.py:Shop --chat '{}'", "--chat is of a model here, and none plays"),
+        ("http://127.0.0.1:9#m --env shop.py:Shop --device cpu", "--device is of a model here, and none plays"),
+        ("some/model --env shop.py:Shop --body '{}'", "--body is of an API, and none plays"),
+        ("some/model --env shop.py:Shop --key-env KEY", "--key-env is of an API, and none plays"),
+        (
+            "http://127.0.0.1:9#m --env shop.py:Shop --against-key-env KEY",
+            "--against-key-env is of an API to play against",
+        ),
+        ("http://127.0.0.1:9#m --env asking.py:run --temperature 1", "this agent asks by itself"),
+        ("http://127.0.0.1:9#m --env asking.py:run --body '{}'", "--body says how a model is asked"),
         ("{model} --env {agent}:run", "name that as https://host/v1#MODEL"),
     ],
 )

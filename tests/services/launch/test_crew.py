@@ -15,7 +15,7 @@ from threading import Thread
 import pytest
 
 from services.files.data_dir import DataDir
-from services.launch import crew_run, supervisor
+from services.launch import crew_run, follower, supervisor
 from services.launch.crew import TRIES, Crew, CrewError
 from services.launch.installation import Installation, Ports
 from services.launch.placement import Member, PlacementRequest, place
@@ -207,6 +207,65 @@ def test_what_ends_is_started_again(tmp_path: Path) -> None:
     assert here.started.count("engine") == 2
     assert said == ["engine was killed by SIGKILL; restarting it in 1 s", "engine is running again"]
     crew.leave()
+
+
+@pytest.mark.parametrize(("over", "status"), [(0, 0), (1, 1)])
+def test_a_job_is_followed_again_until_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: int, status: int
+) -> None:
+    """An outage of the API, or the death of the follower, ends no installation: its key makes it the same job."""
+    crew, here, _ = crew_of(tmp_path, {})
+    ends = [f"raise SystemExit({follower.API_AWAY})", "import os; os.kill(os.getpid(), 9)", f"raise SystemExit({over})"]
+    started: list[Sequence[str]] = []
+
+    def starts(argv: Sequence[str], **_: object) -> subprocess.Popen[bytes]:
+        started.append(argv)
+        return popen([sys.executable, "-c", ends[len(started) - 1]])
+
+    popen = subprocess.Popen
+    for name in ("start", "until_ready", "look", "leave"):
+        monkeypatch.setattr(Crew, name, lambda _: None)
+    monkeypatch.setattr(crew_run.subprocess, "Popen", starts)
+    monkeypatch.setattr(crew_run, "FOLLOW_AGAIN_S", 0.0)
+    monkeypatch.setattr(crew_run.signal, "signal", lambda *_: signal.SIG_DFL)
+    submission = crew_run.Submission(Path("job.yaml"), "mine")
+    assert crew_run.run(crew._installation, here, submission) == status
+    assert len(started) == 3
+    assert all(argv == started[0] for argv in started)
+    assert "--key=mine" in started[0]
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    status = 422
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _IsBroken(_Refuses):
+    status = 500
+
+
+def test_a_follower_tells_an_api_that_is_away_from_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "job.json"
+    file.write_text('{"model": "m", "environments": [{"ref": "a:B"}]}')
+
+    def followed(url: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["follower", str(file), "--key=mine", "--url", url])
+        return follower.main()
+
+    for answers, expected in ((_Refuses, 1), (_IsBroken, follower.API_AWAY)):
+        with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert followed(url) == expected
+            server.shutdown()
+    assert followed(url) == follower.API_AWAY  # nothing listens there now
 
 
 @pytest.mark.parametrize("failing", [("engine-0", "engine-1"), ("trainer",)])

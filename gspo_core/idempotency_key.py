@@ -1,0 +1,8 @@
+"""What an ``Idempotency-Key`` may be, for who sends one: the API refuses all others, and some no request can carry."""
+
+from __future__ import annotations
+
+import re
+
+KEY = re.compile(r"[\x21-\x7e]{1,255}")
+IN_WORDS = "a key is 1 to 255 characters of ASCII, without blanks"
