@@ -222,6 +222,23 @@ async def test_a_reward_for_an_attempt_of_a_lost_queue_pays_no_later_one(
     assert found == AwaitedReward(b"none", b"kept", ())
 
 
+async def test_what_an_emptied_queue_was_paid_pays_no_later_attempt(bus: Bus, claim: Claim) -> None:
+    """Its groups are dispatched again, and an agent posts its reward with the token that it always has."""
+    job = claim.job_id
+    token, (lost, late) = await lease_all(bus, claim, 2)
+    await bus.remember_rewards(lost.key, token, 0, {"final": "=1"})
+    await bus.await_reward(token, end(late, b"none"), b"kept", NOW + HOUR)
+    assert await bus.settle_reward(end(late, b"paid"), "final", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
+    await bus.empty_queue(job, claim.token)
+    for lease in (lost, late):
+        assert await bus.look_at_reward(lease.key, 0, "final", NOW, said="=1", epoch=lost.epoch) is RewardWord.ENDED
+    token, (lease, _) = await lease_all(bus, claim, 2)
+    assert (lease.key, lease.attempt) == (lost.key, lost.attempt)
+    assert await bus.look_at_reward(lease.key, 0, "final", NOW, said="=1") is RewardWord.PLAYING
+    await bus.await_reward(token, end(lease, b"none"), b"kept", NOW + HOUR)
+    assert await bus.settle_reward(end(lease, b"paid"), "final", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
+
+
 async def test_what_waits_survives_the_server(tmp_path: Path, server_binary: Path) -> None:
     """Killed without warning right after it had answered."""
     server = MortalServer(tmp_path, server_binary)
