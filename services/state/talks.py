@@ -113,7 +113,7 @@ class Talks:
         return _read(await self._functions.call("use_talk_key", job_keys(presented.job), *given))
 
     async def give_back(self, presented: Presented, num_turns: int, token: str) -> None:
-        """The turns of the ``use`` that had this token were not needed."""
+        """The turns of the ``use`` that had this token were not needed, also where it is still to come."""
         keys = job_keys(presented.job)
         await self._functions.call("give_back_talk_turns", keys, presented.id, num_turns, token)
 

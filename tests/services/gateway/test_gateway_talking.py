@@ -31,7 +31,7 @@ from services.state.keys import job_key
 from services.state.refusals import Damaged
 from services.state.retry import Backoff, Retrier
 from services.state.store import Store
-from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
+from services.state.talks import MOST_AT_ONCE, Presented, TalkKeyRecord, Talks, TrafficRetention
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import Speech, spec, until
@@ -319,6 +319,57 @@ async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
 
     monkeypatch.setattr(Talks, "give_back", away)
     assert await refused(place.say(await place.key(), HI, max_tokens=0)) is RefusalKind.INVALID
+
+
+async def test_a_charge_whose_reply_is_lost_uses_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, use = await place.key(max_turns=1), Talks.use
+
+    async def lost(*given: Any, num_turns: int = 0, **named: Any) -> TalkKeyRecord:
+        found = await use(*given, num_turns=num_turns, **named)
+        if num_turns:
+            raise Away(AwayReason.UNREACHABLE)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "use", lost)
+        assert await refused(place.say(key, HI)) is RefusalKind.AWAY
+    await place.talking.close()  # what is given back still is
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+
+
+async def test_a_client_that_leaves_before_its_turn_begins_uses_nothing_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, use, is_used, may_go_on = await place.key(max_turns=1), Talks.use, asyncio.Event(), asyncio.Event()
+
+    async def slow(*given: Any, num_turns: int = 0, **named: Any) -> TalkKeyRecord:
+        found = await use(*given, num_turns=num_turns, **named)
+        if num_turns:
+            is_used.set()
+            await may_go_on.wait()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "use", slow)
+        asking = asyncio.create_task(place.talking.ask(key, request(HI)))
+        await is_used.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    await place.talking.close()
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+
+
+async def test_turns_that_were_given_back_first_are_not_used_up_any_more(place: Place) -> None:
+    key = await place.key()
+    presented = Presented.read(key)
+    assert presented is not None
+    for _ in range(2):  # also where one of the calls is sent again
+        await place.talks.give_back(presented, 1, "first")
+        assert (await place.talks.use(presented, num_turns=1, token="first")).num_turns == 0
+    assert (await place.talks.use(presented, num_turns=1, token="second")).num_turns == 1
 
 
 @pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
