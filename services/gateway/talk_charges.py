@@ -12,8 +12,9 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.state.away import Away
-from services.state.refusals import Fenced, Full
+from services.process.telemetry import get_logger
+from services.state.away import Away, RedisFault
+from services.state.refusals import Fenced, Full, Refused
 from services.state.talks import Presented, TalkKeyRecord, Talks
 
 
@@ -58,8 +59,10 @@ class TalkCharges:
         return task
 
     async def _give_back(self, presented: Presented, token: str) -> None:
-        with contextlib.suppress(Away):  # the client is to hear why it was refused
+        try:
             await self._talks.give_back(presented, 1, token)
+        except (Away, RedisFault, Refused) as error:  # the client is to hear why it was refused
+            get_logger().warning("a turn is not given back", key=presented.id, job=presented.job, error=str(error))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.talking import Talking
-from services.state.away import Away, AwayReason
+from services.state.away import Away, AwayReason, NotPermitted
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.refusals import Damaged
@@ -311,14 +311,16 @@ async def test_a_request_that_is_refused_uses_nothing_up(
     assert (await place.talks.all(place.job))[0].num_turns == 1
 
 
+@pytest.mark.parametrize("error", [Away(AwayReason.UNREACHABLE), NotPermitted("no permissions"), Damaged("a record")])
 async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    async def away(*given: Any) -> None:
-        raise Away(AwayReason.UNREACHABLE)
+    async def fails(*given: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(Talks, "give_back", away)
-    assert await refused(place.say(await place.key(), HI, max_tokens=0)) is RefusalKind.INVALID
+    monkeypatch.setattr(Talks, "give_back", fails)
+    own_words_last = {"role": "assistant", "content": "me"}
+    assert await refused(place.say(await place.key(), HI, own_words_last)) is RefusalKind.INVALID
 
 
 async def test_a_charge_whose_reply_is_lost_uses_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
