@@ -128,6 +128,16 @@ async def test_what_was_paid_before_the_end_is_known_behind_it(
     assert [name.split(b"/")[0] for name in names] == [b"0:1", b"0:1", b"0:0"]
 
 
+async def test_what_a_given_up_attempt_was_paid_is_not_said_to_count(bus: Bus, claim: Claim) -> None:
+    """It was about to end when its gateway was lost, and another one began the episode again."""
+    token, (lease,) = await lease_all(bus, claim, 1)
+    await bus.remember_rewards(lease.key, token, 0, {"t": "=1"})
+    assert await bus.look_at_reward(lease.key, 0, "t", NOW, said="=1") is RewardWord.AGAIN
+    await bus.restart(lease.key, token, 1)
+    assert await bus.look_at_reward(lease.key, 0, "t", NOW, said="=1") is RewardWord.ENDED
+    assert await bus.look_at_reward(lease.key, 1, "t", NOW, said="=1") is RewardWord.PLAYING
+
+
 async def test_tokens_of_an_earlier_release_are_known(bus: Bus, claim: Claim, redis_client: Redis) -> None:
     """It kept them whole, and not what was said with them."""
     token, (lease,) = await lease_all(bus, claim, 1)
