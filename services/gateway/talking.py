@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
@@ -37,7 +37,8 @@ from services.state.talks import Presented, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
 
-# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace.
+# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace. Where none is idle
+# there may be some more, as each key has its share: six times as many with as many keys.
 MAX_CONVERSATIONS = 256
 MAX_TURNS = 1000
 LEAVE_EVERY_S = 60.0
@@ -247,9 +248,14 @@ class Talking:
 
     def _another(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
         """Kept once something is answered in it. Raises ``Refusal``."""
-        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None:
+        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None and self._has_share(presented.id):
             raise Refusal(RefusalKind.AWAY, "too many conversations are being answered at this gateway; ask again")
         return self._conversation(presented, job, user)
+
+    def _has_share(self, key: str) -> bool:
+        """Of the conversations that may be held. Who has less begins another: no key waits for all that others ask."""
+        held = Counter(one.key for one in self._conversations.values())
+        return held[key] >= MAX_CONVERSATIONS // len(held.keys() | {key})
 
     def _hold(self, conversation: _Conversation) -> None:
         """It was silent for the shortest time; those that are idle make room for it."""

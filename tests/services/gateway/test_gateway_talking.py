@@ -436,6 +436,23 @@ async def test_conversations_that_are_being_answered_stay_and_another_is_told_to
     assert len(place.talking._conversations) == 2
 
 
+async def test_a_key_has_its_share_of_conversations_also_while_those_of_another_are_all_being_answered(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 4)
+    busy, other = await place.key(), await place.key(id="fedcba987654")
+    gate = place.policy.gate = asyncio.Event()
+    under_way = [await place.talking.ask(busy, request(user(f"question {number}"))) for number in range(4)]
+    under_way += [await place.talking.ask(other, request(user(text))) for text in ("one", "two")]
+    for key in (busy, other):
+        assert await refused(place.talking.ask(key, request(HI))) is RefusalKind.AWAY
+    gate.set()
+    for delivery in under_way:
+        await take(delivery)
+    await place.say(busy, HI)
+    assert len(place.talking._conversations) == 4
+
+
 @pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
 async def test_of_the_idle_conversations_the_one_that_was_silent_longest_makes_room(
     place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int
