@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -45,6 +46,7 @@ from services.workers.setting import EpisodeSetting, EpisodeSpec
 STOP_CHUNK_TOKENS = 32
 # Of a reward without its token, as it is kept.
 _REWARD_BYTES = 32
+_FREE: AbstractAsyncContextManager[None] = nullcontext()
 # How long an ended episode waits for answers that are being sent.
 LAST_DELIVERY_S = 5.0
 
@@ -80,7 +82,7 @@ class AgentEpisode:
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
         self._deciding: Deciding = {}
-        """Long requests, which take their time, by their digest."""
+        """Requests without a turn yet, of which long ones take their time, by their digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
@@ -112,7 +114,7 @@ class AgentEpisode:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is sampled or on its way to a client, and no long request is being read."""
+        """Nothing is sampled or on its way to a client, and no request is on its way to its turn."""
         return not self._live and not self._deciding
 
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
@@ -137,27 +139,30 @@ class AgentEpisode:
 
     # what agents ask for
 
-    async def ask(self, ask: TurnRequest) -> Delivery:
+    async def ask(self, ask: TurnRequest, charged: AbstractAsyncContextManager[None] = _FREE) -> Delivery:
+        """``charged``: within it a turn begins, once nothing is to be waited for any more."""
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
         if ask.repeat_key:
             ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
-        if not is_long(ask):
-            turn = self._again(ask) or self._begin(ask, None)
-        else:
-            # Else a retry would be a turn, and so would what it repeats.
-            async with in_turn(self._deciding, ask.digest):
-                num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
-                self._check_alive()
-                if num_beyond is not None:
-                    self._budget.check(len(self.history.entries), self.num_calls)
-                    raise self._too_long(f"more than {num_beyond}")
-                encoded = await self._plan.encoded(ask)
+        # Else a retry would be a turn, and so would what it repeats.
+        async with in_turn(self._deciding, ask.digest):
+            encoded = await self._encoded(ask) if is_long(ask) else None
+            async with charged:
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
         return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
+
+    async def _encoded(self, ask: TurnRequest) -> Encoded | None:
+        """Of a long one. Raises ``Refusal``."""
+        num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
+        self._check_alive()
+        if num_beyond is not None:
+            self._budget.check(len(self.history.entries), self.num_calls)
+            raise self._too_long(f"more than {num_beyond}")
+        return await self._plan.encoded(ask)
 
     def knows(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""

@@ -73,6 +73,10 @@ def _as_refusals() -> Iterator[None]:
     except Fenced:
         raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked") from None
     except Full as full:
-        raise Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {full.detail}") from None
+        raise used_up(full.detail) from None
     except Away:
         raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
+
+
+def used_up(what: str) -> Refusal:
+    return Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {what}")

@@ -27,7 +27,7 @@ from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.redaction import Redactor, redacted
-from services.gateway.talk_charges import TalkCharges
+from services.gateway.talk_charges import TalkCharges, used_up
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
 from services.process.telemetry import get_logger
@@ -163,12 +163,12 @@ class Talking:
         name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
         async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
             with self._repeating(given, ask) as asked_before:
-                presented = await self._known(key)
+                presented = await self._known(key, has_turn=asked_before is not None)
                 job = await self._jobs.get(presented.job)
-                async with contextlib.nullcontext() if asked_before else self._charges.charged(presented):
-                    conversation = asked_before or self._continued(presented.id, ask)
-                    conversation = conversation or self._another(presented, job, ask.user)
-                    delivery = await conversation.episode.ask(ask)
+                conversation = asked_before or self._continued(presented.id, ask)
+                conversation = conversation or self._another(presented, job, ask.user)
+                charged = contextlib.nullcontext() if asked_before else self._charges.charged(presented)
+                delivery = await conversation.episode.ask(ask, charged)
                 self._hold(conversation)
         delivery.trace = str(conversation.trace)
         return delivery
@@ -212,10 +212,12 @@ class Talking:
             except (Away, RedisFault) as error:
                 get_logger().warning("jobs that are over are left later", error=str(error))
 
-    async def _known(self, key: str) -> Presented:
+    async def _known(self, key: str, *, has_turn: bool = True) -> Presented:
         presented, found = await self._charges.look_up(key)
         if found.expires_at is not None and found.expires_at < self._now():
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
+        if found.used_up and not has_turn:  # nothing is read for it in vain
+            raise used_up(found.used_up)
         return presented
 
     @contextlib.contextmanager

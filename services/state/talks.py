@@ -40,6 +40,13 @@ class TalkKeyRecord:
     num_tokens: int = 0
     seconds: float = 0.0
 
+    @property
+    def used_up(self) -> str:
+        """As ``Full`` names it; empty where a turn may be had."""
+        given = ("turns", self.num_turns, self.max_turns), ("tokens", self.num_tokens, self.max_tokens)
+        limits = (*given, ("ms", self.seconds, self.max_seconds))
+        return next((name for name, used, most in limits if most is not None and used >= most), "")
+
 
 @dataclass(frozen=True, slots=True)
 class TrafficRetention:

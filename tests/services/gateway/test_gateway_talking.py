@@ -323,6 +323,26 @@ async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
     assert await refused(place.say(await place.key(), HI, own_words_last)) is RefusalKind.INVALID
 
 
+async def test_a_request_that_is_too_long_holds_no_turn_while_it_is_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_go_on, encoded = asyncio.Event(), asyncio.Event(), TurnPlanner.encoded
+
+    async def slow(self: TurnPlanner, ask: Any) -> Any:
+        is_reading.set()
+        await may_go_on.wait()
+        return await encoded(self, ask)
+
+    monkeypatch.setattr(TurnPlanner, "encoded", slow)
+    key = await place.key(max_turns=1)
+    long = replace(request(user("too long " * 900)), num_bytes=LONG_BYTES + 1)
+    doomed = asyncio.create_task(place.talking.ask(key, long))
+    await is_reading.wait()
+    await place.say(key, HI)
+    may_go_on.set()
+    assert await refused(doomed) is RefusalKind.OVER_BUDGET  # by now
+
+
 async def test_a_charge_whose_reply_is_lost_uses_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     key, use = await place.key(max_turns=1), Talks.use
 
