@@ -606,6 +606,14 @@ async def test_calls_are_told_apart_by_their_place_in_a_trace(place: Place) -> N
     assert len(await place.talks.traffic(place.job)) == 3
 
 
+async def test_calls_are_told_apart_as_long_as_their_job_runs(place: Place, store: Store) -> None:
+    await place.say(await place.key(), HI)
+    assert await place.redis.exists(job_key(place.job, "talk_calls"))
+    await store.jobs.set_status(place.job, "cancelled")
+    assert not await place.redis.exists(job_key(place.job, "talk_calls"))
+    assert len(await place.traces()) == 1
+
+
 @pytest.fixture
 async def loaded(
     place: Place, store: Store, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
