@@ -91,6 +91,8 @@ class AgentEpisode:
         self.num_requests = 0
         """Of whatever kind: signs that the agent lives."""
         self.num_rewards_refused = 0
+        self._num_refused_again = 0
+        """Of these: those that come once more, from an agent that began again."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -122,6 +124,7 @@ class AgentEpisode:
         self._tape.restore(record)
         self.rewards = Rewards.come_again(kept.rewards) if begins_again else Rewards(kept.rewards)
         self.num_rewards_refused = kept.num_refused
+        self._num_refused_again = kept.num_refused if begins_again else 0
         self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
         if kept.finished:
             self._is_finished = True
@@ -199,11 +202,15 @@ class AgentEpisode:
                 if self.num_rewards_refused.bit_count() == 1:  # others with what is kept next: no write for each
                     await self._save()
                 raise
-            self._check_room(len(token.encode()) + _REWARD_BYTES)
+            if len(rewards.posted) > len(self.rewards.posted):
+                self._check_room(len(token.encode()) + _REWARD_BYTES)
             self.rewards = rewards
             await self._save()
 
     def count_refused_reward(self) -> None:
+        if self._num_refused_again:
+            self._num_refused_again -= 1
+            return
         self.num_rewards_refused += 1
         self._setting.counters.add("rewards/refused")
 
