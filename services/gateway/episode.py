@@ -392,7 +392,8 @@ class AgentEpisode:
         return sampled
 
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
-        segments = self._tape.record(turn.taped, sampled, self._meter.take())
+        spent = self._meter.take() if sampled.generation.output_ids else None  # else with the next tokens
+        segments = self._tape.record(turn.taped, sampled, spent)
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
         part = self._part() if self._parts.has_new else None
         with self._meter.storing():
@@ -402,16 +403,19 @@ class AgentEpisode:
         """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
         codec, taped, found = self._setting.codec, turn.taped, sampled.generation.output_ids
         if turn.ask.single_call and (end := first_call_end(codec, taped.said, found, turn.ask.tools)) is not None:
-            turn.entry.finish = "stop"
+            self._end(turn)
             sampled = head(sampled, end)
             found = sampled.generation.output_ids
         ended = stop_text_end(codec, [*taped.sampled, *found], turn.ask.stop, len(taped.sampled))
         if ended is None:
             return sampled
-        turn.entry.finish, turn.entry.stop_text = "stop", ended[1]
-        # The tokens alone do not say which request's stop text ended them.
-        self._parts.touch(turn.entry.number, is_due=True)
+        self._end(turn, ended[1])
         return head(sampled, ended[0] - len(taped.sampled))
+
+    def _end(self, turn: LiveTurn, stop_text: str = "") -> None:
+        """The tokens alone do not say that they are all, nor which request's stop text ended them."""
+        turn.entry.finish, turn.entry.stop_text = "stop", stop_text
+        self._parts.touch(turn.entry.number, is_due=True)
 
     def _answer(self, turn: LiveTurn, finish: str) -> None:
         turn.entry.finish = finish
