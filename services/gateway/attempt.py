@@ -29,6 +29,8 @@ from services.gateway.pulled import LoanBoard, PulledAgent, has_agent
 from services.gateway.snapshots import TreeSnapshot
 from services.gateway.tape import Tape
 from services.hosts.session import SessionLost
+from services.process.telemetry import get_logger
+from services.state.away import RedisFault
 from services.workers.scoring import cost_of_length, in_order, with_length, without_asking
 from services.workers.setting import AwaitsReward, EpisodeSetting, EpisodeSpec, GoOn, ResumeState, Rewind, StartOver
 from services.workers.timings import Timings
@@ -208,9 +210,18 @@ class AgentAttempt:
             outcome = Outcome(stop, reward, parts, self._metrics(), await self._evidence())
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
-        if (late := self._driver.door.late) is not None:
-            await late.remember(self._tape.key, self._tape.attempt, self._setting.token, self._episode.rewards.posted)
+        await self._remember_rewards()
         return outcome
+
+    async def _remember_rewards(self) -> None:
+        """So that one that is sent again is known: the episode is as good where it is not, as under permissions of an
+        earlier release."""
+        tape, late = self._tape, self._driver.door.late
+        if late is not None:
+            try:
+                await late.remember(tape.key, tape.attempt, self._setting.token, self._episode.rewards.posted)
+            except RedisFault as error:
+                get_logger().warning("rewards that are sent again will not be known", error=str(error))
 
     def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
         turns = sorted(self._episode.history.entries)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -45,6 +46,7 @@ from services.workers.setting import EpisodeSetting, EpisodeSpec
 STOP_CHUNK_TOKENS = 32
 # Of a reward without its token, as it is kept.
 _REWARD_BYTES = 32
+_FREE: AbstractAsyncContextManager[None] = nullcontext()
 # How long an ended episode waits for answers that are being sent.
 LAST_DELIVERY_S = 5.0
 
@@ -80,7 +82,7 @@ class AgentEpisode:
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
         self._deciding: Deciding = {}
-        """Long requests, which take their time, by their digest."""
+        """Requests without a turn yet, of which long ones take their time, by their digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
@@ -89,6 +91,8 @@ class AgentEpisode:
         self.num_requests = 0
         """Of whatever kind: signs that the agent lives."""
         self.num_rewards_refused = 0
+        self._num_refused_again = 0
+        """Of these: those that come once more, from an agent that began again."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -112,7 +116,7 @@ class AgentEpisode:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is sampled or on its way to a client, and no long request is being read."""
+        """Nothing is sampled or on its way to a client, and no request is on its way to its turn."""
         return not self._live and not self._deciding
 
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
@@ -120,6 +124,7 @@ class AgentEpisode:
         self._tape.restore(record)
         self.rewards = Rewards.come_again(kept.rewards) if begins_again else Rewards(kept.rewards)
         self.num_rewards_refused = kept.num_refused
+        self._num_refused_again = kept.num_refused if begins_again else 0
         self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
         if kept.finished:
             self._is_finished = True
@@ -137,27 +142,30 @@ class AgentEpisode:
 
     # what agents ask for
 
-    async def ask(self, ask: TurnRequest) -> Delivery:
+    async def ask(self, ask: TurnRequest, charged: AbstractAsyncContextManager[None] = _FREE) -> Delivery:
+        """``charged``: within it a turn begins, once nothing is to be waited for any more."""
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
         if ask.repeat_key:
             ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
-        if not is_long(ask):
-            turn = self._again(ask) or self._begin(ask, None)
-        else:
-            # Else a retry would be a turn, and so would what it repeats.
-            async with in_turn(self._deciding, ask.digest):
-                num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
-                self._check_alive()
-                if num_beyond is not None:
-                    self._budget.check(len(self.history.entries), self.num_calls)
-                    raise self._too_long(f"more than {num_beyond}")
-                encoded = await self._plan.encoded(ask)
+        # Else a retry would be a turn, and so would what it repeats.
+        async with in_turn(self._deciding, ask.digest):
+            encoded = await self._encoded(ask) if is_long(ask) else None
+            async with charged:
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
         return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
+
+    async def _encoded(self, ask: TurnRequest) -> Encoded | None:
+        """Of a long one. Raises ``Refusal``."""
+        num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
+        self._check_alive()
+        if num_beyond is not None:
+            self._budget.check(len(self.history.entries), self.num_calls)
+            raise self._too_long(f"more than {num_beyond}")
+        return await self._plan.encoded(ask)
 
     def knows(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn."""
@@ -194,11 +202,15 @@ class AgentEpisode:
                 if self.num_rewards_refused.bit_count() == 1:  # others with what is kept next: no write for each
                     await self._save()
                 raise
-            self._check_room(len(token.encode()) + _REWARD_BYTES)
+            if len(rewards.posted) > len(self.rewards.posted):
+                self._check_room(len(token.encode()) + _REWARD_BYTES)
             self.rewards = rewards
             await self._save()
 
     def count_refused_reward(self) -> None:
+        if self._num_refused_again:
+            self._num_refused_again -= 1
+            return
         self.num_rewards_refused += 1
         self._setting.counters.add("rewards/refused")
 
@@ -380,7 +392,8 @@ class AgentEpisode:
         return sampled
 
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
-        segments = self._tape.record(turn.taped, sampled, self._meter.take())
+        spent = self._meter.take() if sampled.generation.output_ids else None  # else with the next tokens
+        segments = self._tape.record(turn.taped, sampled, spent)
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
         part = self._part() if self._parts.has_new else None
         with self._meter.storing():
@@ -390,16 +403,19 @@ class AgentEpisode:
         """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
         codec, taped, found = self._setting.codec, turn.taped, sampled.generation.output_ids
         if turn.ask.single_call and (end := first_call_end(codec, taped.said, found, turn.ask.tools)) is not None:
-            turn.entry.finish = "stop"
+            self._end(turn)
             sampled = head(sampled, end)
             found = sampled.generation.output_ids
         ended = stop_text_end(codec, [*taped.sampled, *found], turn.ask.stop, len(taped.sampled))
         if ended is None:
             return sampled
-        turn.entry.finish, turn.entry.stop_text = "stop", ended[1]
-        # The tokens alone do not say which request's stop text ended them.
-        self._parts.touch(turn.entry.number, is_due=True)
+        self._end(turn, ended[1])
         return head(sampled, ended[0] - len(taped.sampled))
+
+    def _end(self, turn: LiveTurn, stop_text: str = "") -> None:
+        """The tokens alone do not say that they are all, nor which request's stop text ended them."""
+        turn.entry.finish, turn.entry.stop_text = "stop", stop_text
+        self._parts.touch(turn.entry.number, is_due=True)
 
     def _answer(self, turn: LiveTurn, finish: str) -> None:
         turn.entry.finish = finish

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -27,17 +27,18 @@ from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.live import Delivery
 from services.gateway.meter import Meter
 from services.gateway.redaction import Redactor, redacted
+from services.gateway.talk_charges import TalkCharges, used_up
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
 from services.process.telemetry import get_logger
 from services.state.away import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
-from services.state.refusals import Fenced, Full
-from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetention
+from services.state.talks import Presented, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
 
-# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace.
+# Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace. Where none is idle
+# there may be some more, as each key has its share: six times as many with as many keys.
 MAX_CONVERSATIONS = 256
 MAX_TURNS = 1000
 LEAVE_EVERY_S = 60.0
@@ -141,6 +142,7 @@ class Talking:
     ) -> None:
         """``now``: Unix seconds. ``redact``: through which all text goes before it is stored."""
         self._talks = talks
+        self._charges = TalkCharges(talks)
         self._jobs = jobs
         self._keep = keep
         self._now = now
@@ -161,11 +163,12 @@ class Talking:
         name = "" if given is None else f"{given.id} {ask.repeat_key or ask.digest}"
         async with in_turn(self._deciding, name):  # until it has its turn: only then is a retry known to be one
             with self._repeating(given, ask) as asked_before:
-                async with self._charged(key, num_turns=int(asked_before is None)) as presented:
-                    job = await self._jobs.get(presented.job)
-                    conversation = asked_before or self._continued(presented.id, ask)
-                    conversation = conversation or self._another(presented, job, ask.user)
-                    delivery = await conversation.episode.ask(ask)
+                presented = await self._known(key, has_turn=asked_before is not None)
+                job = await self._jobs.get(presented.job)
+                conversation = asked_before or self._continued(presented.id, ask)
+                conversation = conversation or self._another(presented, job, ask.user)
+                charged = contextlib.nullcontext() if asked_before else self._charges.charged(presented)
+                delivery = await conversation.episode.ask(ask, charged)
                 self._hold(conversation)
         delivery.trace = str(conversation.trace)
         return delivery
@@ -191,6 +194,7 @@ class Talking:
         for trace in list(self._conversations):
             self._let_go(trace)
         await asyncio.gather(*self._leaving)
+        await self._charges.close()
         await self._jobs.close()
 
     async def leave_ended(self) -> None:
@@ -208,42 +212,13 @@ class Talking:
             except (Away, RedisFault) as error:
                 get_logger().warning("jobs that are over are left later", error=str(error))
 
-    async def _known(self, key: str) -> Presented:
-        presented, found = await self._used(key)
-        self._check_age(found)
-        return presented
-
-    @contextlib.asynccontextmanager
-    async def _charged(self, key: str, num_turns: int) -> AsyncIterator[Presented]:
-        """Where what is done inside is refused, the turns are given back."""
-        token, has_begun = secrets.token_hex(8), False
-        presented, found = await self._used(key, num_turns, token)
-        try:
-            self._check_age(found)
-            yield presented
-            has_begun = True
-        finally:
-            if num_turns and not has_begun:
-                with contextlib.suppress(Away):  # the client is to hear why it was refused
-                    await self._talks.give_back(presented, num_turns, token)
-
-    async def _used(self, key: str, num_turns: int = 0, token: str = "") -> tuple[Presented, TalkKeyRecord]:
-        presented = Presented.read(key)
-        try:
-            found = None if presented is None else await self._talks.use(presented, num_turns=num_turns, token=token)
-        except Fenced:
-            found = None
-        except Full as full:
-            raise Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {full.detail}") from None
-        except Away:
-            raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
-        if presented is None or found is None:
-            raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
-        return presented, found
-
-    def _check_age(self, key: TalkKeyRecord) -> None:
-        if key.expires_at is not None and key.expires_at < self._now():
+    async def _known(self, key: str, *, has_turn: bool = True) -> Presented:
+        presented, found = await self._charges.look_up(key)
+        if found.expires_at is not None and found.expires_at < self._now():
             raise Refusal(RefusalKind.UNKNOWN_KEY, "this key has expired")
+        if found.used_up and not has_turn:  # nothing is read for it in vain
+            raise used_up(found.used_up)
+        return presented
 
     @contextlib.contextmanager
     def _repeating(self, presented: Presented | None, ask: TurnRequest) -> Iterator[_Conversation | None]:
@@ -275,9 +250,14 @@ class Talking:
 
     def _another(self, presented: Presented, job: TalkJob, user: str) -> _Conversation:
         """Kept once something is answered in it. Raises ``Refusal``."""
-        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None:
+        if len(self._conversations) >= MAX_CONVERSATIONS and self._idle() is None and self._has_share(presented.id):
             raise Refusal(RefusalKind.AWAY, "too many conversations are being answered at this gateway; ask again")
         return self._conversation(presented, job, user)
+
+    def _has_share(self, key: str) -> bool:
+        """Of the conversations that may be held. Who has less begins another: no key waits for all that others ask."""
+        held = Counter(one.key for one in self._conversations.values())
+        return held[key] >= MAX_CONVERSATIONS // len(held.keys() | {key})
 
     def _hold(self, conversation: _Conversation) -> None:
         """It was silent for the shortest time; those that are idle make room for it."""

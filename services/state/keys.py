@@ -71,7 +71,8 @@ JOB_KEYS = (
     # calls -> that talk_calls was told of
     "traffic",  # stream: k (key), t (trace), u (user), d (segment); bounded by age and bytes, the age by whoever sweeps
     "uses",  # sorted set: requests that are making a job out of this one -> when they began (Unix s)
-    "talk_calls",  # sorted set, bounded: "key/token" and "trace/index" of calls that added to the above, in order
+    "talk_calls",  # sorted set, bounded: "key/token" and "trace/index" of calls that added to the above, in order;
+    # "key/token/void" of those that are to add nothing; it ends with its job
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)

@@ -40,6 +40,13 @@ class TalkKeyRecord:
     num_tokens: int = 0
     seconds: float = 0.0
 
+    @property
+    def used_up(self) -> str:
+        """As ``Full`` names it; empty where a turn may be had."""
+        given = ("turns", self.num_turns, self.max_turns), ("tokens", self.num_tokens, self.max_tokens)
+        limits = (*given, ("ms", self.seconds, self.max_seconds))
+        return next((name for name, used, most in limits if most is not None and used >= most), "")
+
 
 @dataclass(frozen=True, slots=True)
 class TrafficRetention:
@@ -113,7 +120,7 @@ class Talks:
         return _read(await self._functions.call("use_talk_key", job_keys(presented.job), *given))
 
     async def give_back(self, presented: Presented, num_turns: int, token: str) -> None:
-        """The turns of the ``use`` that had this token were not needed."""
+        """The turns of the ``use`` that had this token were not needed, also where it is still to come."""
         keys = job_keys(presented.job)
         await self._functions.call("give_back_talk_turns", keys, presented.id, num_turns, token)
 

@@ -74,7 +74,8 @@ local function enter(K, current, status, now, code, message)
   emit_status(K, current)
 end
 
--- Nothing of the queue outlives its job; what was in flight is accounted for.
+-- Nothing of the queue outlives its job, nor what tells calls of talk keys from those that are sent again; what was in
+-- flight is accounted for.
 local function finish(K, now)
   redis.call("HSET", K.job, "finished_at", now)
   local open = redis.call("HLEN", K.groups)
@@ -82,7 +83,7 @@ local function finish(K, now)
     redis.call("HINCRBY", K.counters, "dropped_job_over", open)
   end
   redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders,
-    K.snapshots, K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines, K.posted)
+    K.snapshots, K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines, K.posted, K.talk_calls)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
 end
 

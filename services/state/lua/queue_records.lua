@@ -246,7 +246,8 @@ register("empty_queue", FREES, function(keys, args)
     redis.call("HINCRBY", K.counters, "dropped_queue_damaged", open)
   end
   redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders, K.snapshots)
-  redis.call("UNLINK", K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines)
+  -- Attempts are counted anew: what was said of one of before is not said of the one that has its number.
+  redis.call("UNLINK", K.offers, K.offered, K.loans, K.rewards, K.reward_deadlines, K.posted)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes", "damaged")
   return open
 end)

@@ -124,13 +124,13 @@ end
 
 -- What may be said of a reward for this episode; "" if it may be taken.
 local function refusal_of_reward(K, episode, state, attempt, epoch, token, said, now)
-  if is_of_a_lost_queue(K, episode, epoch) then
+  if is_of_a_lost_queue(K, episode, epoch) or (state and state.attempt > attempt) then
     return "ended"
   end
   local posted = was_posted(K, episode, attempt, token, said)
   if posted then
     return posted
-  elseif not state or state.attempt > attempt or (state.done and state.attempt == attempt) then
+  elseif not state or (state.done and state.attempt == attempt) then
     return "ended"
   elseif not state.waits or state.attempt < attempt then
     return "playing"

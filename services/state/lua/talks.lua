@@ -66,6 +66,9 @@ register("revoke_talk_key", FREES, function(keys, args)
   return redis.call("HDEL", K.talk_keys, args[1])
 end)
 
+-- Behind the token of turns that were given back before the call that adds them came: it adds none then.
+local VOID = "/void"
+
 -- id, digest, turns to add, token of the call (may be absent) -> the row. Refused: FENCED where the key is not, or no more;
 -- FULL, with the name of what it has used up, where a turn is to be added.
 register("use_talk_key", FREES, function(keys, args)
@@ -75,7 +78,7 @@ register("use_talk_key", FREES, function(keys, args)
     return refuse("FENCED", "key " .. args[1])
   end
   local token = args[4] or ""
-  if args[3] == "0" or was_called(K, args[1], token) then
+  if args[3] == "0" or was_called(K, args[1], token) or was_called(K, args[1], token .. VOID) then
     return row_of(K, args[1], record)
   end
   local used = uses_of(K, args[1])
@@ -89,15 +92,18 @@ register("use_talk_key", FREES, function(keys, args)
   return row_of(K, args[1], record)
 end)
 
--- id, turns, token of the call that added them -> 1, or 0 where it added none, or they were given back
+-- id, turns, token of the call that added them -> 1, or 0 where it added none so far, or they were given back
 register("give_back_talk_turns", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local was_added = redis.call("ZREM", K.talk_calls, args[1] .. "/" .. args[3]) == 1
-  if was_added and redis.call("HEXISTS", K.talk_keys, args[1]) == 1 then
+  if redis.call("HEXISTS", K.talk_keys, args[1]) == 0 then
+    return 0
+  elseif was_added then
     redis.call("HINCRBY", K.talk_used, args[1] .. ":turns", -args[2])
-    return 1
+  else
+    remember_call(K, args[1], args[3] .. VOID)
   end
-  return 0
+  return was_added and 1 or 0
 end)
 
 local function drop_oldest(K, keep_bytes, until_ms, most)

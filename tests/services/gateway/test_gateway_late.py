@@ -22,6 +22,7 @@ from services.gateway.door import EpisodeRouter
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
 from services.gateway.paying import ANYBODY, Payer
+from services.state.away import NotPermitted
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
 from services.state.retry import Backoff, Retrier
@@ -155,6 +156,25 @@ async def test_a_reward_that_is_sent_again_after_the_end_is_answered_as_it_was(
     outcome = (await played.record())[-1].outcome
     assert outcome is not None
     assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.5})
+
+
+async def test_an_episode_ends_paid_also_where_its_rewards_may_not_be_remembered(
+    table: Table, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under permissions of an earlier release."""
+
+    async def agent(llm: Client) -> None:
+        await llm.say(HI)
+        await llm.reward(0.25, token="a")
+
+    async def may_not(*given: Any) -> None:
+        raise NotPermitted("no permissions to run the function")
+
+    monkeypatch.setattr(Bus, "remember_rewards", may_not)
+    played = await play(table, codec, Hours(), agent)
+    outcome = (await played.record())[-1].outcome
+    assert outcome is not None
+    assert outcome.reward == 0.25
 
 
 async def test_a_token_that_was_used_for_another_reward_is_refused(table: Table, codec: HermesCodec) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import StopReason
+from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.history import TurnEntry
 from services.gateway.snapshots import StoredReward, TreeSnapshot
 from services.gateway.tree_parts import TreeParts
@@ -34,6 +38,12 @@ def again(bench: Bench, *, begins_again: bool = False) -> Bench:
     other = Bench(bench.codec, bench.records, bench.policy)
     other.episode.restore(bench.records.segments(), tree_of(bench.records), begins_again=begins_again)
     return other
+
+
+async def refused(asking: Any) -> RefusalKind:
+    with pytest.raises(Refusal) as refusal:
+        await asking
+    return refusal.value.kind
 
 
 async def test_what_is_written_for_a_turn_does_not_grow_over_five_hundred(codec: HermesCodec):
@@ -157,3 +167,29 @@ def test_parts_of_another_kind_or_of_a_later_release_are_not_read():
     for bad in (TreeSnapshot([], [], schema=3).encode(), TreeSnapshot([], [], kind="world").encode(), b"", b"\xc1"):
         assert TreeSnapshot.together([good.encode(), bad]) is None
     assert TreeSnapshot.together([]) is None
+
+
+async def test_what_a_replayed_agent_was_refused_is_refused_again_and_counts_once(codec: HermesCodec) -> None:
+    bench = Bench(codec)
+    for _ in range(2):
+        await refused(bench.episode.reward(math.nan, pays=True))
+    other = again(bench, begins_again=True)
+    counts = []
+    for _ in range(3):
+        await refused(other.episode.reward(math.nan, pays=True))
+        counts.append(other.episode.num_rewards_refused)
+    assert counts == [2, 2, 3]
+    assert other.setting.counters["rewards/refused"] == 1
+
+
+@pytest.mark.parametrize("token", ["", "mine"])
+async def test_a_reward_that_comes_again_needs_no_room(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    bench = Bench(codec)
+    await bench.episode.reward(0.5, token=token, pays=True)
+    other = again(bench, begins_again=True)
+    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 1)
+    await other.episode.reward(0.5, token=token, pays=True)
+    assert await refused(other.episode.reward(0.5, token="another", pays=True)) is RefusalKind.OVER_BUDGET
+    assert [one.value for one in other.episode.rewards.posted] == [0.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -16,7 +17,18 @@ from gspo_core.chat import (
     read_hermes,
     read_qwen_xml,
 )
-from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, result, said, user
+from services.gateway.snapshots import TreeSnapshot
+from tests.services.gateway.gateway_kit import (
+    ADD,
+    BabblingPolicy,
+    Bench,
+    judge,
+    read,
+    request,
+    result,
+    said,
+    user,
+)
 from tests.services.rollout.rollout_kit import Speech
 
 HI = user("hi")
@@ -102,3 +114,28 @@ async def test_calls_that_may_have_been_thoughts_are_one_call_and_text(codec: He
     assert more.text == "fine"
     assert "drift/forks" not in one.counters
     judge(one.records.segments(), one.policy.served)
+
+
+async def test_another_gateway_knows_that_a_turn_ended_behind_its_first_call(codec: HermesCodec) -> None:
+    one = bench(codec, f"{HERMES % 1}{HERMES % 2}", chunk=1)
+    first = await read(await one.episode.ask(request(HI, tools=(ADD,), single_call=True)))
+    num_served = len(one.policy.served)
+    again = Bench(codec, one.records, one.policy)
+    kept = one.records.snapshot
+    tree = TreeSnapshot.together([kept.data, *kept.parts])
+    assert tree is not None
+    again.episode.restore(one.records.segments(), tree, begins_again=False)
+    second = await again.ask(HI, tools=(ADD,), single_call=True, is_retry=True)
+    assert (second, len(one.policy.served)) == (first, num_served)
+
+
+async def test_the_time_of_what_is_cut_off_as_a_whole_is_told_with_the_next_tokens(codec: HermesCodec) -> None:
+    one = bench(codec, f"{HERMES % 1}{HERMES % 2}", "fine", chunk=1)
+    meter = one.episode._meter
+    meter._clock = itertools.count(meter._since).__next__  # a second at each look
+    answer = await one.ask(HI, tools=(ADD,), single_call=True)
+    one.policy._rest.clear()
+    await one.ask(HI, said(answer), result(answer, "1"), tools=(ADD,))
+    left_s = meter.take().engine_s
+    told_s = sum(segment.spent.engine_s for segment in one.records.segments() if segment.spent is not None)
+    assert told_s + left_s == pytest.approx(meter.timings.engine_s)

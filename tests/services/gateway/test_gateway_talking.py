@@ -25,13 +25,13 @@ from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.talking import Talking
-from services.state.away import Away, AwayReason
+from services.state.away import Away, AwayReason, NotPermitted
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.refusals import Damaged
 from services.state.retry import Backoff, Retrier
 from services.state.store import Store
-from services.state.talks import MOST_AT_ONCE, TalkKeyRecord, Talks, TrafficRetention
+from services.state.talks import MOST_AT_ONCE, Presented, TalkKeyRecord, Talks, TrafficRetention
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.gateway_kit import BabblingPolicy, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import Speech, spec, until
@@ -311,14 +311,87 @@ async def test_a_request_that_is_refused_uses_nothing_up(
     assert (await place.talks.all(place.job))[0].num_turns == 1
 
 
+@pytest.mark.parametrize("error", [Away(AwayReason.UNREACHABLE), NotPermitted("no permissions"), Damaged("a record")])
 async def test_a_refusal_is_told_also_where_its_turn_cannot_be_given_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def fails(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Talks, "give_back", fails)
+    own_words_last = {"role": "assistant", "content": "me"}
+    assert await refused(place.say(await place.key(), HI, own_words_last)) is RefusalKind.INVALID
+
+
+async def test_a_request_that_is_too_long_holds_no_turn_while_it_is_read(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def away(*given: Any) -> None:
-        raise Away(AwayReason.UNREACHABLE)
+    is_reading, may_go_on, encoded = asyncio.Event(), asyncio.Event(), TurnPlanner.encoded
 
-    monkeypatch.setattr(Talks, "give_back", away)
-    assert await refused(place.say(await place.key(), HI, max_tokens=0)) is RefusalKind.INVALID
+    async def slow(self: TurnPlanner, ask: Any) -> Any:
+        is_reading.set()
+        await may_go_on.wait()
+        return await encoded(self, ask)
+
+    monkeypatch.setattr(TurnPlanner, "encoded", slow)
+    key = await place.key(max_turns=1)
+    long = replace(request(user("too long " * 900)), num_bytes=LONG_BYTES + 1)
+    doomed = asyncio.create_task(place.talking.ask(key, long))
+    await is_reading.wait()
+    await place.say(key, HI)
+    may_go_on.set()
+    assert await refused(doomed) is RefusalKind.OVER_BUDGET  # by now
+
+
+async def test_a_charge_whose_reply_is_lost_uses_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, use = await place.key(max_turns=1), Talks.use
+
+    async def lost(*given: Any, num_turns: int = 0, **named: Any) -> TalkKeyRecord:
+        found = await use(*given, num_turns=num_turns, **named)
+        if num_turns:
+            raise Away(AwayReason.UNREACHABLE)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "use", lost)
+        assert await refused(place.say(key, HI)) is RefusalKind.AWAY
+    await place.talking.close()  # what is given back still is
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+
+
+async def test_a_client_that_leaves_before_its_turn_begins_uses_nothing_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, use, is_used, may_go_on = await place.key(max_turns=1), Talks.use, asyncio.Event(), asyncio.Event()
+
+    async def slow(*given: Any, num_turns: int = 0, **named: Any) -> TalkKeyRecord:
+        found = await use(*given, num_turns=num_turns, **named)
+        if num_turns:
+            is_used.set()
+            await may_go_on.wait()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Talks, "use", slow)
+        asking = asyncio.create_task(place.talking.ask(key, request(HI)))
+        await is_used.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    await place.talking.close()
+    assert (await place.talks.all(place.job))[0].num_turns == 0
+    await place.say(key, HI)
+
+
+async def test_turns_that_were_given_back_first_are_not_used_up_any_more(place: Place) -> None:
+    key = await place.key()
+    presented = Presented.read(key)
+    assert presented is not None
+    for _ in range(2):  # also where one of the calls is sent again
+        await place.talks.give_back(presented, 1, "first")
+        assert (await place.talks.use(presented, num_turns=1, token="first")).num_turns == 0
+    assert (await place.talks.use(presented, num_turns=1, token="second")).num_turns == 1
 
 
 @pytest.mark.parametrize("fields", [{"repeat_key": "same"}, {}])
@@ -381,6 +454,23 @@ async def test_conversations_that_are_being_answered_stay_and_another_is_told_to
     await place.say(key, HI)
     assert len(await place.traces()) == 3
     assert len(place.talking._conversations) == 2
+
+
+async def test_a_key_has_its_share_of_conversations_also_while_those_of_another_are_all_being_answered(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 4)
+    busy, other = await place.key(), await place.key(id="fedcba987654")
+    gate = place.policy.gate = asyncio.Event()
+    under_way = [await place.talking.ask(busy, request(user(f"question {number}"))) for number in range(4)]
+    under_way += [await place.talking.ask(other, request(user(text))) for text in ("one", "two")]
+    for key in (busy, other):
+        assert await refused(place.talking.ask(key, request(HI))) is RefusalKind.AWAY
+    gate.set()
+    for delivery in under_way:
+        await take(delivery)
+    await place.say(busy, HI)
+    assert len(place.talking._conversations) == 4
 
 
 @pytest.mark.parametrize("num_bytes", [50, LONG_BYTES + 1])
@@ -514,6 +604,14 @@ async def test_calls_are_told_apart_by_their_place_in_a_trace(place: Place) -> N
     await place.talks.revoke(place.job, "0123456789ab")
     await place.talks.record(place.job, "0123456789ab", 70, "", [b"x"], tokens=1, s=0.0, keep=KEEP, index=1)
     assert len(await place.talks.traffic(place.job)) == 3
+
+
+async def test_calls_are_told_apart_as_long_as_their_job_runs(place: Place, store: Store) -> None:
+    await place.say(await place.key(), HI)
+    assert await place.redis.exists(job_key(place.job, "talk_calls"))
+    await store.jobs.set_status(place.job, "cancelled")
+    assert not await place.redis.exists(job_key(place.job, "talk_calls"))
+    assert len(await place.traces()) == 1
 
 
 @pytest.fixture

@@ -128,6 +128,16 @@ async def test_what_was_paid_before_the_end_is_known_behind_it(
     assert [name.split(b"/")[0] for name in names] == [b"0:1", b"0:1", b"0:0"]
 
 
+async def test_what_a_given_up_attempt_was_paid_is_not_said_to_count(bus: Bus, claim: Claim) -> None:
+    """It was about to end when its gateway was lost, and another one began the episode again."""
+    token, (lease,) = await lease_all(bus, claim, 1)
+    await bus.remember_rewards(lease.key, token, 0, {"t": "=1"})
+    assert await bus.look_at_reward(lease.key, 0, "t", NOW, said="=1") is RewardWord.AGAIN
+    await bus.restart(lease.key, token, 1)
+    assert await bus.look_at_reward(lease.key, 0, "t", NOW, said="=1") is RewardWord.ENDED
+    assert await bus.look_at_reward(lease.key, 1, "t", NOW, said="=1") is RewardWord.PLAYING
+
+
 async def test_tokens_of_an_earlier_release_are_known(bus: Bus, claim: Claim, redis_client: Redis) -> None:
     """It kept them whole, and not what was said with them."""
     token, (lease,) = await lease_all(bus, claim, 1)
@@ -220,6 +230,23 @@ async def test_a_reward_for_an_attempt_of_a_lost_queue_pays_no_later_one(
     assert await bus.look_at_reward(lease.key, 0, "t", NOW, epoch=lost.epoch) is RewardWord.ENDED
     found = await bus.look_at_reward(lease.key, 0, "t", NOW, epoch=lease.epoch)
     assert found == AwaitedReward(b"none", b"kept", ())
+
+
+async def test_what_an_emptied_queue_was_paid_pays_no_later_attempt(bus: Bus, claim: Claim) -> None:
+    """Its groups are dispatched again, and an agent posts its reward with the token that it always has."""
+    job = claim.job_id
+    token, (lost, late) = await lease_all(bus, claim, 2)
+    await bus.remember_rewards(lost.key, token, 0, {"final": "=1"})
+    await bus.await_reward(token, end(late, b"none"), b"kept", NOW + HOUR)
+    assert await bus.settle_reward(end(late, b"paid"), "final", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
+    await bus.empty_queue(job, claim.token)
+    for lease in (lost, late):
+        assert await bus.look_at_reward(lease.key, 0, "final", NOW, said="=1", epoch=lost.epoch) is RewardWord.ENDED
+    token, (lease, _) = await lease_all(bus, claim, 2)
+    assert (lease.key, lease.attempt) == (lost.key, lost.attempt)
+    assert await bus.look_at_reward(lease.key, 0, "final", NOW, said="=1") is RewardWord.PLAYING
+    await bus.await_reward(token, end(lease, b"none"), b"kept", NOW + HOUR)
+    assert await bus.settle_reward(end(lease, b"paid"), "final", said="=1", seen=0, now=NOW) is RewardWord.TAKEN
 
 
 async def test_what_waits_survives_the_server(tmp_path: Path, server_binary: Path) -> None:

@@ -43,11 +43,11 @@ class TwinAwaitedRewards:
     def _word(self, key: EpisodeKey, attempt: int, token: str, said: str, now: float) -> RewardWord | None:
         queue = self._world.queue(key.job)
         episode = find(queue, key)
+        if episode is not None and episode.attempt > attempt:
+            return RewardWord.ENDED
         if (before := queue.tokens_posted.get((key, attempt, token))) is not None:
             return RewardWord.AGAIN if before == said else RewardWord.CONFLICT
-        if episode is None or episode.attempt > attempt:
-            return RewardWord.ENDED
-        if episode.attempt == attempt and episode.stage in (Stage.DONE, Stage.DEAD):
+        if episode is None or (episode.attempt == attempt and episode.stage in (Stage.DONE, Stage.DEAD)):
             return RewardWord.ENDED
         if episode.awaited is None or episode.attempt < attempt:
             return RewardWord.PLAYING
