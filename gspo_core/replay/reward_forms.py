@@ -14,9 +14,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_core.endings import PROVOKED, TRUNCATED
 from gspo_core.env import AgentEnvironment, AgentStart, Context, InvalidEnvironment, PlainEnvironment, load_environment
 from gspo_core.env.session import as_reward
+from gspo_core.episode_limits import PROVOKED, TRUNCATED
 from gspo_core.evidence import ENVIRONMENT, JUDGE, MESSAGES, RESULT, STATE, TASK
 from gspo_core.json_value import JSON
 from gspo_core.judge_spec import JudgeSpec

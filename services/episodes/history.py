@@ -12,8 +12,8 @@ from typing import cast
 
 from gspo_core.chat import ChatCodec, NotText
 from gspo_core.environment_contract import IMAGES, EnvironmentFailed, Start
+from gspo_core.episode_limits import within
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
-from gspo_core.observations import within
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gspo_core.endings import TurnTally
+from gspo_core.episode_limits import TurnTally
 from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
 

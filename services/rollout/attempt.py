@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from gspo_core.endings import TurnTally
 from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
+from gspo_core.episode_limits import TurnTally
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.engines.errors import ContextFull

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode
-from gspo_core.versions import WeightsManifest
+from gspo_core.versions import EngineLabel, NotALabel, WeightsManifest
 from services.engines.errors import ContextFull, EngineError, EngineRejected, NoSuchKind
 from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
 from services.episodes.counters import Counters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gspo_core.endings import settled_reward
+from gspo_core.episode_limits import settled_reward
 from gspo_core.types import Split, StopReason, TurnReward
 from services.workers.setting import EpisodeSpec
 

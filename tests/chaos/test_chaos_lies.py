@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from gspo_core.codec import SegmentRejected, decode, encode
-from gspo_core.engine_label import EngineLabel
 from gspo_core.types import EpisodeKey, Segment
+from gspo_core.versions import EngineLabel
 from services.engines.errors import EngineProtocolError, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.process.ports import free_port

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gspo_core.engine_label import EngineLabel
+from gspo_core.versions import EngineLabel
 from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from services.engines.protocol import Engine, PauseMode
 from services.process.telemetry import get_logger

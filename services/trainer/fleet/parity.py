@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
-from gspo_core.engine_label import EngineLabel
 from gspo_core.types import Branch, CacheMode, Group
+from gspo_core.versions import EngineLabel
 from services.engines.errors import EngineError
 from services.process.telemetry import get_logger
 from services.state.queue_records import DropReason

@@ -25,7 +25,7 @@ import pytest
 from environments.sandbox import command, folder
 from environments.sandbox.contract import Command, Sandbox, SandboxFailed
 from environments.sandbox.local import LocalSandboxes
-from gspo_core import reported_numbers as reported
+from gspo_core import environment_contract as reported
 from gspo_core.env import CallStatus, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
 from gspo_core.env.session import as_reward
 from gspo_core.types import Split
