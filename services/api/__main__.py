@@ -40,7 +40,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
     # Late, like all that nothing else needs at the start.
     from services.api.forgetting import Forgetting
     from services.files.audit_log import AuditLog
-    from services.process.first_to_end import first_to_end, unless_set
+    from services.process.cancelling import first_to_end, unless_set
     from services.process.http_server import serve_http
     from services.state.installation import InstallationGuard
 

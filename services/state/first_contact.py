@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.process.first_to_end import sleep_unless, unless_set
+from services.process.cancelling import sleep_unless, unless_set
 from services.process.telemetry import get_logger
 from services.state.away import Away
 

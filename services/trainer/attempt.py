@@ -16,7 +16,7 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.files.disk_space import NoRoom, raising_no_room
-from services.process.first_to_end import first_to_end, sleep_unless
+from services.process.cancelling import first_to_end, sleep_unless
 from services.process.settings import Settings
 from services.process.telemetry import get_logger
 from services.state.away import Away, CredentialsRefused

@@ -16,10 +16,9 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.engines.protocol import info_calls
 from services.files.data_dir import DataDir
-from services.process.account import tell_of_root
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import cancel_all, first_to_end
 from services.process.health import Health
+from services.process.lifecycle import tell_of_root
 from services.process.settings import Settings
 from services.state.client import connect
 from services.state.drains import Drains

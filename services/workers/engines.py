@@ -20,7 +20,7 @@ from services.engines.errors import ContextFull, EngineError, EngineRejected, No
 from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import first_to_end
 from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineState

@@ -21,9 +21,8 @@ from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
-from services.process.account import tell_of_root
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import unless_set
+from services.process.cancelling import cancel_all, unless_set
+from services.process.lifecycle import tell_of_root
 from services.process.telemetry import get_logger
 from services.process.tracing import NoSpans, Spans
 from services.state.engine_sightings import EngineSightings

@@ -36,8 +36,8 @@ from services.hosts.local import LocalHosts
 from services.hosts.policy import WallPolicy
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
+from services.process.cancelling import first_to_end
 from services.process.children import die_with_parent
-from services.process.first_to_end import first_to_end
 from services.process.ports import free_port
 from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Append, Bus, Kept
