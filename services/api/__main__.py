@@ -18,8 +18,7 @@ from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, tell_unread_settings
-from services.state.away import Away
-from services.state.client import RedisClient, connect
+from services.state.client import Away, RedisClient, connect
 from services.state.queue import Bus
 from services.state.store import Store
 

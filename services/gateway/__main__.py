@@ -49,12 +49,11 @@ from services.process.place import hold_place
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 from services.state.client import RedisClient, connect
-from services.state.drains import Drains
-from services.state.first_contact import first_contact
 from services.state.functions import Functions, functions_there
 from services.state.loans import Loans
+from services.state.process_requests import Drains
 from services.state.queue import Bus
-from services.state.retry import Retrier
+from services.state.retry import Retrier, first_contact
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
 from services.state.talks import Talks, TrafficRetention

@@ -30,7 +30,7 @@ from services.gateway.redaction import Redactor, redacted
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.refusals import Fenced, Full
 from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetention

@@ -27,12 +27,11 @@ from services.process.telemetry import configure_logging, tell_unread_settings
 from services.rollout.driver import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
-from services.state.drains import Drains
-from services.state.first_contact import first_contact
 from services.state.functions import functions_there
+from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Bus
+from services.state.retry import first_contact
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
 from services.workers.loading import load_job
 from services.workers.starting import boot_for, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig

@@ -21,13 +21,13 @@ from services.process.health import Health
 from services.process.lifecycle import tell_of_root
 from services.process.settings import Settings
 from services.state.client import connect
-from services.state.drains import Drains
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.engine_sightings import EngineSightings
-from services.state.first_contact import first_contact
 from services.state.heard_engines import HeardEngines, seldom_asked
 from services.state.installation import InstallationGuard
+from services.state.process_requests import Drains
 from services.state.queue import Bus
+from services.state.retry import first_contact
 from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 from services.trainer.device import unfit

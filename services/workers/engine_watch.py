@@ -22,7 +22,7 @@ from services.engines.errors import EngineError, EngineKeyRefused
 from services.engines.protocol import Engine, EngineInfo
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 from services.state.engine_sightings import WATCH_LEASE_S, EngineSightings, Sighting
 from services.state.fleet_records import EngineReport
 from services.state.retry import Retrier

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from gspo_core.environment_contract import Phase
 from gspo_core.types import StopReason
 from services.hosts.process import Cause
-from services.state.away import AwayReason
+from services.state.client import AwayReason
 from services.state.jobs import ReasonCode
 from services.state.queue_records import GroupEnd
 from services.trainer.telling.failure import AlertKind
@@ -28,7 +28,7 @@ MODULES = (
     *("services.files.batch_log", "services.files.checkpoints", "services.files.disk_space", "services.files.weights"),
     "gspo_core.log.history",
     "services.workers.loading",
-    *("services.state.away", "services.state.functions", "services.state.refusals"),
+    *("services.state.client", "services.state.functions", "services.state.refusals"),
     "services.trainer.telling.failure",
 )
 # Bases that are never raised themselves, and answers ("is it there?", "may it be so?") that their callers expect.

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from gspo_core.learner import UnsupportedModel
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
-from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
+from services.state.client import Away, AwayReason, OutOfMemory, RedisFault
 from services.state.job_table import JobTable
 from services.state.jobs import HANDED_OVER, JobRecord
 from services.state.keys import job_key
