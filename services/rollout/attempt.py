@@ -17,7 +17,7 @@ from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
 from gspo_core.episode_limits import TurnTally
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
-from services.engines.errors import ContextFull
+from services.engines.protocol import ContextFull
 from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Drained, Interrupted

@@ -18,8 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.engines.errors import EngineError, EngineKeyRefused
-from services.engines.protocol import Engine, EngineInfo
+from services.engines.protocol import Engine, EngineError, EngineInfo, EngineKeyRefused
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.client import Away

@@ -16,8 +16,17 @@ from typing import Protocol
 
 from gspo_core.types import CacheMode
 from gspo_core.versions import EngineLabel, NotALabel, WeightsManifest
-from services.engines.errors import ContextFull, EngineError, EngineRejected, NoSuchKind
-from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
+from services.engines.protocol import (
+    Connect,
+    ContextFull,
+    Engine,
+    EngineError,
+    EngineLoad,
+    EngineRejected,
+    Generation,
+    NoSuchKind,
+    info_within,
+)
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
 from services.process.cancelling import first_to_end

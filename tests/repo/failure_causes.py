@@ -23,7 +23,7 @@ from services.trainer.telling.failure import AlertKind
 # What they raise ends in an episode, a group or a job.
 MODULES = (
     *("gspo_core.assemble", "gspo_core.codec"),
-    *("services.engines.errors", "gspo_core.http_connection"),
+    *("services.engines.protocol", "gspo_core.http_connection"),
     *("services.episodes.ledger", "services.episodes.policy", "services.episodes.worlds"),
     *("services.files.batch_log", "services.files.checkpoints", "services.files.disk_space", "services.files.weights"),
     "gspo_core.log.history",
