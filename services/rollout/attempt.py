@@ -18,11 +18,9 @@ from gspo_core.episode_limits import TurnTally
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.engines.protocol import ContextFull
-from services.episodes.history import Conversation
-from services.episodes.ledger import Ledger, LedgerConflict
+from services.episodes.history import Conversation, WorldSnapshot, WorldSnapshotNotKept
+from services.episodes.ledger import Ledger, LedgerConflict, goes_in_circles
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.repetition import goes_in_circles
-from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
 from services.workers.scoring import in_order, with_length, without_asking

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from gspo_core.environment_contract import Session
 from gspo_core.types import Segment
+from services.episodes.history import WorldSnapshot, num_finished_turns
 from services.episodes.ledger import Ledger
-from services.episodes.worlds import WorldSnapshot, num_finished_turns
 from services.rollout.attempt import EpisodeAttempt
 from services.state.queue import Snapshot
 from services.workers.setting import EpisodeSetting, EpisodeSpec, GoOn, ResumeState, Rewind, StartOver
