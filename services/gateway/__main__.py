@@ -38,7 +38,7 @@ from services.gateway.pulled import LoanBoard
 from services.gateway.redaction import NoRedactor, Redactor, load_redactor
 from services.gateway.talk_jobs import TalkJobs
 from services.gateway.talking import Talking
-from services.hosts.policy import WallPolicy
+from services.hosts.local import WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters

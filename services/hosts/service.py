@@ -25,8 +25,7 @@ from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.process import Cause, Death, Died, HostProcess, HostReply
 from services.hosts.remote import SILENCE_S
 from services.hosts.server import BootFailed, HostOrder, RunningHost

@@ -15,8 +15,7 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from pydantic import SecretStr
 
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.venv import Interpreters
 from services.process.tracing import Traces, TracingUnavailable, open_traces

@@ -23,8 +23,7 @@ from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import UPLOADS, EnvironmentsDir, KeysDir
 from services.files.environments.registry import EnvironmentRegistry, ExaminationFinding, Registration
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites

@@ -32,8 +32,7 @@ from gspo_core.types import Split
 from services.files.environments import archives
 from services.files.environments.archives import ArchiveRefused
 from services.hosts import server
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters

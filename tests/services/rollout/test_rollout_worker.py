@@ -32,8 +32,7 @@ from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.http_engine import open_http
 from services.engines.sglang import EngineClient
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
 from services.process.cancelling import first_to_end
