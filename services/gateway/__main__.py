@@ -57,8 +57,7 @@ from services.state.retry import Retrier, first_contact
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
 from services.state.talks import Talks, TrafficRetention
-from services.workers.loading import load_job
-from services.workers.starting import boot_for, traces_to
+from services.workers.loading import boot_for, load_job, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # Open requests are answered when their episodes have stopped.

@@ -31,8 +31,7 @@ from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Bus
 from services.state.retry import first_contact
 from services.state.store import Store
-from services.workers.loading import load_job
-from services.workers.starting import boot_for, traces_to
+from services.workers.loading import boot_for, load_job, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.

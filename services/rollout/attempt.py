@@ -23,8 +23,7 @@ from services.episodes.ledger import Ledger, LedgerConflict, goes_in_circles
 from services.episodes.policy import Drained, Interrupted
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
-from services.workers.scoring import in_order, with_length, without_asking
-from services.workers.setting import EpisodeSetting, EpisodeSpec
+from services.workers.setting import EpisodeSetting, EpisodeSpec, in_order, with_length, without_asking
 from services.workers.timings import Timings
 
 T = TypeVar("T")

@@ -34,8 +34,7 @@ from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineState
 from services.state.retry import Retrier
-from services.workers.engine_watch import EngineWatch, Hearsay
-from services.workers.in_flight import InFlightLimit
+from services.workers.engine_watch import EngineWatch, Hearsay, InFlightLimit
 
 # How often the table of engines is read again. New weights come a second or more apart; meanwhile the spans are right.
 REFRESH_S = 0.1
