@@ -23,7 +23,7 @@ from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, tell_unread_settings
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
 from services.state.functions import functions_there

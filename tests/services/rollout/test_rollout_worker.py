@@ -38,7 +38,7 @@ from services.hosts.venv import Interpreters
 from services.process.cancelling import first_to_end
 from services.process.children import die_with_parent
 from services.process.ports import free_port
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.state.queue import Append, Bus, Kept
 from services.state.queue_records import Stage as EpisodeStage
 from services.state.server import RedisServer, connect
