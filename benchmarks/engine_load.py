@@ -26,8 +26,8 @@ from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Retrier
+from services.workers.engine_watch import InFlightLimit
 from services.workers.engines import EngineTable, JobEngines
-from services.workers.in_flight import InFlightLimit
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 
 RESULTS = Path(__file__).parent / "results" / "engine_load.md"

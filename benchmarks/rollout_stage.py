@@ -36,7 +36,7 @@ from services.engines.sglang import EngineClient
 from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from gspo_core.env import CallStatus, ParsedTurn, ToolCall
 from gspo_core.types import Split
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters

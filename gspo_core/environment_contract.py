@@ -2,6 +2,9 @@
 
 Rule: what the policy's own action caused is an observation or a stop reason; whatever else goes wrong raises
 ``EnvironmentFailed`` and is never a reward. No environment is implemented here.
+A reported number beyond a bound is refused by its name, and neither cut nor dropped. An author meets the bound where
+the number is reported; whoever takes numbers from a process that a policy may have reached asks ``check_all`` again.
+What a name says is nobody's to judge: it may carry whatever the environment can see, up to the bound.
 """
 
 from __future__ import annotations
@@ -11,19 +14,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
+from gspo_core.invariants import MOST_SIZE
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
-from gspo_core.reported_numbers import check_name, check_room, check_size
 from gspo_core.types import Evidence, Split, StopReason
 
 if TYPE_CHECKING:
     from gspo_core.environment_records import EnvironmentDescription
 
+# Of an episode. They are kept with it: in Redis, in the log of its step, and on its page.
+MOST_NUMBERS = 128
+MOST_NAME_CHARS = 128
+_SHOWN_CHARS = 40
 Phase: TypeAlias = Literal[
     "agent", "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host",
     "replay", "connection", "engine", "unexpected", "capacity", "images", "judge",
 ]  # fmt: skip
 """Where an attempt at an episode failed. An environment of another release may name another place."""
+
+
+class BeyondBounds(ValueError):
+    """The message names the number, or begins with the name's beginning where that is what is wrong."""
+
+
+def check_name(name: str) -> None:
+    if not name or len(name) > MOST_NAME_CHARS or not name.isprintable():
+        raise BeyondBounds(
+            f"{name[:_SHOWN_CHARS]!r} is no name of a number: 1 to {MOST_NAME_CHARS} printable characters, "
+            f"not {len(name)}"
+        )
+
+
+def check_size(name: str, value: float) -> None:
+    """What is not finite has rules of its own elsewhere."""
+    if math.isfinite(value) and abs(value) > MOST_SIZE:
+        raise BeyondBounds(f"{name} is {value:g}, beyond {MOST_SIZE:g}")
+
+
+def check_room(name: str, held: Mapping[str, float]) -> None:
+    if name not in held and len(held) >= MOST_NUMBERS:
+        raise BeyondBounds(f"{name} would be one more than {MOST_NUMBERS} numbers of an episode")
+
+
+def check_all(values: Mapping[str, float]) -> None:
+    if len(values) > MOST_NUMBERS:
+        names = ", ".join(name[:_SHOWN_CHARS] for name in list(values)[:3])
+        raise BeyondBounds(f"{len(values)} numbers of an episode ({names}, …), more than {MOST_NUMBERS}")
+    for name, value in values.items():
+        check_name(name)
+        check_size(name, value)
 
 
 class InvalidEnvironment(Exception):
@@ -284,7 +323,7 @@ class Context:
     def metric(self, name: str, value: float) -> None:
         """Report a number with the outcome of this episode; the last value of a name counts.
 
-        Raises ``BeyondBounds`` for a name, a number, or a count of them beyond those of `reported_numbers`."""
+        Raises ``BeyondBounds`` for a name, a number, or a count of them beyond their bounds."""
         number = float(value)
         check_name(name)
         check_size(name, number)

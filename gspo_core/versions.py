@@ -1,4 +1,9 @@
-"""What a step publishes: the files of a version, and the report of the step that made it."""
+"""What a step publishes: the files of a version, the label of the engines that hold it, and the report of the step.
+
+Rule: a label is ``JOB/EPOCH/VERSION``, built and parsed here and nowhere else. One that does not name all three is no
+label: engines that serve no job carry names of their own ("default"). The loader of an engine's weights decides which
+label it carries.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,42 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gspo_core.engine_label import EngineLabel
 from gspo_core.invariants import InvalidValue, check_count, finite_mapping
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class NotALabel(ValueError):
+    """The text is not ``JOB/EPOCH/VERSION``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLabel:
+    """The weights of ``version``, published in ``epoch`` of ``job``."""
+
+    job: str
+    epoch: int
+    version: int
+
+    @classmethod
+    def parse(cls, text: str) -> EngineLabel:
+        """Raises ``NotALabel``."""
+        job, _, rest = text.partition("/")
+        epoch, _, version = rest.partition("/")
+        if not (job and epoch.isdecimal() and version.isdecimal()):
+            raise NotALabel(f"an engine that serves a job is labelled JOB/EPOCH/VERSION, not {text!r}")
+        return cls(job, int(epoch), int(version))
+
+    @classmethod
+    def parse_or_none(cls, text: str) -> EngineLabel | None:
+        """None for an engine that serves no job."""
+        try:
+            return cls.parse(text)
+        except NotALabel:
+            return None
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.epoch}/{self.version}"
 
 
 @dataclass(frozen=True, slots=True)

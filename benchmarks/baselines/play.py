@@ -26,8 +26,7 @@ from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.rollout.attempt import EpisodeAttempt
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver, EpisodeAttempt
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Retrier
 from services.workers.setting import EpisodeSetting, EpisodeSpec

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_core.chat.calls import TaggedCalls, open_hermes, read_hermes
 from gspo_core.chat.text import text_of, to_json
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, require_token
-from gspo_core.chat.turns import TurnReader, can_be_written
+from gspo_core.chat.turns import TaggedCalls, TurnReader, can_be_written, open_hermes, read_hermes
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 
 # The wording around tools that Qwen models were trained on.

@@ -12,7 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from gspo_core.chat.calls import (
+from gspo_core.chat.hermes import HermesCodec
+from gspo_core.chat.template import TemplateCodec, TemplateRefused
+from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.chat.turns import (
     CallReader,
     LlamaCalls,
     NoCalls,
@@ -24,10 +27,6 @@ from gspo_core.chat.calls import (
     read_hermes,
     read_qwen_xml,
 )
-from gspo_core.chat.hermes import HermesCodec
-from gspo_core.chat.jinja import TemplateRefused
-from gspo_core.chat.template import TemplateCodec
-from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.json_value import JSON
 from gspo_core.messages import ForkReason, Message, MessageCall, ParsedTurn, ToolSchema
 from gspo_core.model_files import calls_of, chat_problem, chat_template_of

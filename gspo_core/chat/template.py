@@ -5,22 +5,21 @@ turn is unchanged and the turn itself matches the sample; otherwise the caller g
 Sampled ids are kept either way.
 Text that spells a control token stays text: it is defused before the template sees it. Only an assistant's own turn
 keeps its call and thought tags, because its text stands for sampled ids; what others have put into the assistant's
-mouth is text. The template runs in a sandbox without a
-clock, so prompts do not depend on the date.
+mouth is text. A template is untrusted code: it runs in a sandbox, with the helpers that model publishers expect, and
+sees only its inputs. It has no clock, so prompts do not depend on the date. Compiling one imports `jinja2`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
-from gspo_core.chat.calls import CallReader, NoCalls
-from gspo_core.chat.jinja import TemplateRefused, compile_template
 from gspo_core.chat.text import strict_json, text_of
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer
-from gspo_core.chat.turns import TurnReader, can_be_written
+from gspo_core.chat.turns import CallReader, NoCalls, TurnReader, can_be_written
 from gspo_core.json_value import JSON
 from gspo_core.messages import (
     CalledFunction,
@@ -32,6 +31,11 @@ from gspo_core.messages import (
     ToolCall,
     ToolSchema,
 )
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 T = TypeVar("T")
 
@@ -46,6 +50,79 @@ _FOLLOWERS: tuple[Literal["user", "tool", "system"], ...] = ("user", "tool", "sy
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
 # Tags that an assistant writes itself and templates look for in its text.
 _OWN_TAGS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
+
+
+class TemplateRefused(ValueError):
+    """A chat template is unusable or rejects a conversation."""
+
+
+class Template:
+    def __init__(self, compiled: jinja2.Template) -> None:
+        self._compiled = compiled
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        variables: Mapping[str, JSON],
+        generation_prompt: bool,
+    ) -> str:
+        """Raises ``TemplateRefused``."""
+        try:
+            return str(
+                self._compiled.render(
+                    **{"messages": messages, "tools": tools or None, "add_generation_prompt": generation_prompt},
+                    **variables,
+                )
+            )
+        except TemplateRefused:
+            raise
+        except Exception as error:  # untrusted code
+            raise TemplateRefused(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def compile_template(source: str) -> Template:
+    """Raises ``TemplateRefused``."""
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise TemplateRefused("chat templates need the package jinja2: pip install 'jinja2>=3.1'") from None
+
+    class GenerationTag(Extension):
+        """``{% generation %}`` marks assistant text for other programs; ignored here."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Parser) -> Node | list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return Template(environment.from_string(source))
+    except TemplateSyntaxError as error:
+        raise TemplateRefused(f"the chat template cannot be read (line {error.lineno}): {error.message}") from error
+
+
+def _to_json(
+    value: JSON,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefused(f"the chat template says: {message}")
 
 
 class TemplateCodec:

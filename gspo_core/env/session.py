@@ -19,11 +19,20 @@ from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.dialect import EnvironmentDialect
 from gspo_core.env.prompt import first_messages
 from gspo_core.env.tools import ArgumentError, Tool, error_text
-from gspo_core.environment_contract import Context, EnvironmentFailed, Observation, Phase, PhaseLimits, Start
+from gspo_core.environment_contract import (
+    BeyondBounds,
+    Context,
+    EnvironmentFailed,
+    Observation,
+    Phase,
+    PhaseLimits,
+    Start,
+    check_all,
+    check_size,
+)
 from gspo_core.evidence import MESSAGES, TASK, gathered, state_of
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Content, Message, ParsedTurn, ToolCall, ToolSchema
-from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.types import NOTHING, Evidence, StopReason
 
 T = TypeVar("T")

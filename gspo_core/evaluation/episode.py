@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gspo_core.endings import TurnTally, settled_reward
 from gspo_core.env import AgentEnvironment, AgentSession, Environment, EnvironmentFailed, Session
+from gspo_core.episode_limits import TurnTally, settled_reward, within
 from gspo_core.evaluation.played import EpisodePlace, Played
 from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyConversation, PolicyFailed, Turn
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message
-from gspo_core.observations import within
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import Split, StopReason
 

@@ -14,9 +14,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_core.endings import PROVOKED, TRUNCATED
 from gspo_core.env import AgentEnvironment, AgentStart, Context, InvalidEnvironment, PlainEnvironment, load_environment
 from gspo_core.env.session import as_reward
+from gspo_core.episode_limits import PROVOKED, TRUNCATED
 from gspo_core.evidence import ENVIRONMENT, JUDGE, MESSAGES, RESULT, STATE, TASK
 from gspo_core.json_value import JSON
 from gspo_core.judge_spec import JudgeSpec
@@ -116,7 +116,7 @@ def _by_result(*, is_service: bool) -> Score:
 
 
 def _with_the_rest(score: Score, spec: JobSpec) -> Reward:
-    """As the reward of an episode was put together (``services.workers.scoring``, ``services.gateway.attempt``)."""
+    """As the reward of an episode was put together (``services.workers.setting``, ``services.gateway.attempt``)."""
 
     def reward(episode: RecordedEpisode) -> Judged:
         if not _was_asked(episode, spec):

@@ -18,8 +18,7 @@ from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, tell_unread_settings
-from services.state.away import Away
-from services.state.client import RedisClient, connect
+from services.state.client import Away, RedisClient, connect
 from services.state.queue import Bus
 from services.state.store import Store
 
@@ -40,7 +39,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
     # Late, like all that nothing else needs at the start.
     from services.api.forgetting import Forgetting
     from services.files.audit_log import AuditLog
-    from services.process.first_to_end import first_to_end, unless_set
+    from services.process.cancelling import first_to_end, unless_set
     from services.process.http_server import serve_http
     from services.state.installation import InstallationGuard
 

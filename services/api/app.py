@@ -58,12 +58,11 @@ from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
 from services.api.views.replays import ReplayWork
 from services.process.cancelling import cancel_all
-from services.state.drains import Drains
 from services.state.functions import Functions
 from services.state.kept_replies import KeptReplies
 from services.state.loans import Loans
+from services.state.process_requests import Drains, WorkerRequests
 from services.state.resubmissions import Resubmissions
-from services.state.worker_requests import WorkerRequests
 
 LEASE_S = 30.0
 

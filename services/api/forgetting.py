@@ -15,7 +15,7 @@ from collections.abc import Callable
 from services.api.routes.erasing import safe_until
 from services.files.job_dir import JobDir, JobsDir
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.jobs import JobNotFound
 from services.state.store import Store
 

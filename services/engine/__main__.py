@@ -21,8 +21,7 @@ from services.engine.model import Decoder
 from services.engine.protocol import GenerateReader
 from services.engine.scheduler import Scheduler
 from services.engines.keys import EngineKeys, KeyPair, NoKeyForEngine, is_routable, warning
-from services.process.account import tell_of_root
-from services.process.lifecycle import run_until_signalled
+from services.process.lifecycle import run_until_signalled, tell_of_root
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 

@@ -15,10 +15,16 @@ from enum import StrEnum
 from pydantic import SecretStr
 
 from services.engines import quantization
-from services.engines.errors import EngineError, EngineKeyRefused, EngineProtocolError, EngineRejected, NoSuchKind
 from services.engines.keys import EngineKeys, warning
 from services.engines.kinds import open_engines
-from services.engines.protocol import Connect
+from services.engines.protocol import (
+    Connect,
+    EngineError,
+    EngineKeyRefused,
+    EngineProtocolError,
+    EngineRejected,
+    NoSuchKind,
+)
 
 _ANSWER_S = 5.0
 

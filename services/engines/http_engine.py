@@ -18,14 +18,14 @@ import msgspec
 from gspo_core.http_connection import HttpAnswer
 from gspo_core.invariants import MAX_LOGPROB
 from gspo_core.token_ids import TokenIds
-from services.engines.errors import (
+from services.engines.keys import KeyPair, refusal
+from services.engines.protocol import (
     EngineError,
     EngineKeyRefused,
     EngineProtocolError,
     EngineRejected,
     EngineUnavailable,
 )
-from services.engines.keys import KeyPair, refusal
 from services.engines.transport import EngineHttp, EngineTransport
 
 CONNECT_TIMEOUT_S = 5.0

@@ -12,10 +12,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.engines.errors import NoSuchKind
 from services.engines.http_engine import open_http
 from services.engines.keys import NO_KEYS, EngineKeys, KeyPair
-from services.engines.protocol import Connect, Engine
+from services.engines.protocol import Connect, Engine, NoSuchKind
 
 OneEngine = Callable[[str, httpx.AsyncClient, KeyPair], Engine]
 """From an address, the connections to all engines, and its keys."""

@@ -12,8 +12,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.engines.errors import EngineProtocolError, EngineRejected
-from services.engines.protocol import Engine, Generation
+from services.engines.protocol import Engine, EngineProtocolError, EngineRejected, Generation
 
 # Ids of every vocabulary, and no prefix of any other prompt.
 _PROMPT = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)

@@ -1,8 +1,9 @@
 """An engine, as the rest of the system depends on it: it samples, scores, takes weights, and reports its state.
 
 Rule: token ids and log-probs are exact, and every sampled token names the weights that sampled it; an answer that
-breaks this is refused when it is built. Callers know only these types; servers, paths and versions stay with the kinds.
-Nothing here retries, routes, or decides when weights change.
+breaks this is refused when it is built. The type of an error tells a caller what to do next, its text is for people;
+every kind of engine raises these errors and nothing else, whatever words its server uses. Callers know only these
+types; servers, paths and versions stay with the kinds. Nothing here retries, routes, or decides when weights change.
 """
 
 from __future__ import annotations
@@ -14,10 +15,40 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-from services.engines.errors import EngineError, EngineProtocolError
-
 PauseMode = Literal["abort", "retract", "in_place"]
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class EngineError(Exception):
+    """A call to an engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    """No usable answer: unreachable, connection lost, busy, or a server error. Retry, perhaps elsewhere."""
+
+
+class EngineKeyRefused(EngineUnavailable):
+    """The engine asks for another key and did nothing. The text says which setting names it."""
+
+
+class EngineRejected(EngineError):
+    """The engine refused this call and is unchanged. It will refuse the same call again."""
+
+
+class ContextFull(EngineRejected):
+    """The sequence is as long as any that the engine samples, by its own account; nothing was sent."""
+
+
+class EngineProtocolError(EngineError):
+    """The answer breaks the protocol; its tokens must not be used."""
+
+
+class EngineDirty(EngineError):
+    """The engine may hold any weights. Only a full, verified load clears this."""
+
+
+class NoSuchKind(EngineError):
+    """The address names a kind of engine that this release does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +250,7 @@ class Condition(Protocol):
 
 
 class Engine(Sampling, WeightLoading, Condition, Protocol):
-    """One engine. Its calls raise ``EngineError`` by the types of ``errors``."""
+    """One engine. Its calls raise ``EngineError`` by its types."""
 
     @property
     def url(self) -> str:

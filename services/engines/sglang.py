@@ -2,7 +2,7 @@
 
 Rule: a 200 is not success. Every answer is checked (ids and log-probs aligned, version spans tile the output) and an
 answer that breaks a rule is refused whole, never repaired: a wrong log-prob would be trained on.
-SGLang's paths, versions and refusals stay in this module; callers see the types of ``protocol`` and ``errors``.
+SGLang's paths, versions and refusals stay in this module; callers see the types of ``protocol``.
 Nothing here retries, routes, or decides when weights change.
 """
 
@@ -20,14 +20,6 @@ import httpx
 import msgspec
 
 from services.engines import quantization
-from services.engines.errors import (
-    EngineDirty,
-    EngineError,
-    EngineKeyRefused,
-    EngineProtocolError,
-    EngineRejected,
-    EngineUnavailable,
-)
 from services.engines.http_engine import (
     CONNECT_TIMEOUT_S,
     CONTROL_TIMEOUT_S,
@@ -39,8 +31,14 @@ from services.engines.http_engine import (
 from services.engines.keys import KeyPair, is_routable
 from services.engines.protocol import (
     Capabilities,
+    EngineDirty,
+    EngineError,
     EngineInfo,
+    EngineKeyRefused,
     EngineLoad,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
     FinishReason,
     Generation,
     PauseMode,

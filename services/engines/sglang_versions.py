@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.engines.errors import EngineProtocolError
+from services.engines.protocol import EngineProtocolError
 
 # How a block of bytes that holds many tensors is announced.
 FLATTENED = "flattened_bucket"

@@ -22,13 +22,6 @@ import httpx
 import msgspec
 
 from services.engines import quantization
-from services.engines.errors import (
-    EngineDirty,
-    EngineError,
-    EngineProtocolError,
-    EngineRejected,
-    EngineUnavailable,
-)
 from services.engines.http_engine import (
     CONNECT_TIMEOUT_S,
     GENERATE_TIMEOUT,
@@ -39,8 +32,13 @@ from services.engines.http_engine import (
 from services.engines.keys import is_routable
 from services.engines.protocol import (
     Capabilities,
+    EngineDirty,
+    EngineError,
     EngineInfo,
     EngineLoad,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
     FinishReason,
     Generation,
     PauseMode,

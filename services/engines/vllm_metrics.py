@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from services.engines.errors import EngineProtocolError
-from services.engines.protocol import EngineLoad
+from services.engines.protocol import EngineLoad, EngineProtocolError
 
 _RUNNING, _WAITING, _USED = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 _CACHE = re.compile(r'^vllm:cache_config_info\{[^}\n]*?kv_cache_size_tokens="(\d+)"', re.MULTILINE)

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from services.engines.errors import EngineDirty, EngineError, EngineRejected
 from services.engines.process_group import ProcessGroup, backend_for
-from services.engines.protocol import Engine, info_within
+from services.engines.protocol import Engine, EngineDirty, EngineError, EngineRejected, info_within
 from services.engines.weight_buckets import WeightBucket
 from services.process.ports import free_port
 

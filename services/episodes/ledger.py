@@ -3,6 +3,8 @@
 Rule: append-only. The ids sent to the engine are exactly the ids of the ledger, a sampled id is never encoded again,
 and each prompt is checked to begin with the one before. A rewritten history is a new branch, never an edit.
 The ledger cuts itself into segments, one per (turn, version); it knows neither text, nor engines, nor storage.
+Sampled tokens go in circles if the last ones are one short piece, again and again: only exact repetition counts, so
+that nothing a person would call a text is ever cut off.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from gspo_core.token_ids import TokenIds
 from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, TurnReward
 from services.engines.protocol import Span
 from services.episodes.policy import Sampled
+
+# Longer pieces are no stutter: lists and tables repeat lines.
+LONGEST_PIECE = 64
+# The fewest repeats that count.
+FEWEST_REPEATS = 4
 
 
 def _packed(ids: Sequence[int] = ()) -> array[int]:
@@ -196,3 +203,12 @@ def masked(num_tokens: int, logprobs: Sequence[float]) -> tuple[NDArray[np.bool_
     # Read-only, so that a segment need not copy them.
     action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
     return action_mask, behavior_logprobs
+
+
+def goes_in_circles(sampled: array[int], num_tokens: int) -> bool:
+    """Whether the last ``num_tokens`` are repetitions of one piece."""
+    if len(sampled) < num_tokens:
+        return False
+    tail = sampled[-num_tokens:]
+    longest = min(LONGEST_PIECE, num_tokens // FEWEST_REPEATS)
+    return any(tail[piece:] == tail[:-piece] for piece in range(1, longest + 1))

@@ -15,13 +15,11 @@ from gspo_core.evaluation.policy import PolicyUnusable, Turn
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, StopReason
-from services.engines.errors import EngineError
-from services.engines.protocol import Sampling
+from services.engines.protocol import EngineError, Sampling
 from services.episodes.counters import Counters
 from services.episodes.history import Conversation
-from services.episodes.ledger import Ledger
+from services.episodes.ledger import Ledger, goes_in_circles
 from services.episodes.policy import Sampled
-from services.episodes.repetition import goes_in_circles
 
 # A repetition is looked for after so many tokens, as by default in a job.
 CHUNK_TOKENS = 1024

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.engine_label import EngineLabel, NotALabel
+from gspo_core.versions import EngineLabel, NotALabel
 from services.files.job_dir import version_name
 
 FORMAT = 1

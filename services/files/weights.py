@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gspo_core.engine_label import EngineLabel
 from gspo_core.invariants import InvalidValue
 from gspo_core.log.layout import WEIGHTS_MANIFEST
 from gspo_core.log.manifests import decode_manifest, encode_manifest
-from gspo_core.versions import WeightFile, WeightsManifest
+from gspo_core.versions import EngineLabel, WeightFile, WeightsManifest
 from services.files.durable import (
     TEMPORARY_PREFIX,
     name_directory,

@@ -38,7 +38,7 @@ from services.gateway.pulled import LoanBoard
 from services.gateway.redaction import NoRedactor, Redactor, load_redactor
 from services.gateway.talk_jobs import TalkJobs
 from services.gateway.talking import Talking
-from services.hosts.policy import WallPolicy
+from services.hosts.local import WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -49,17 +49,15 @@ from services.process.place import hold_place
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 from services.state.client import RedisClient, connect
-from services.state.drains import Drains
-from services.state.first_contact import first_contact
 from services.state.functions import Functions, functions_there
 from services.state.loans import Loans
+from services.state.process_requests import Drains
 from services.state.queue import Bus
-from services.state.retry import Retrier
+from services.state.retry import Retrier, first_contact
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
 from services.state.talks import Talks, TrafficRetention
-from services.workers.loading import load_job
-from services.workers.starting import boot_for, traces_to
+from services.workers.loading import boot_for, load_job, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # Open requests are answered when their episodes have stopped.

@@ -30,9 +30,20 @@ from services.gateway.snapshots import TreeSnapshot
 from services.gateway.tape import Tape
 from services.hosts.session import SessionLost
 from services.process.telemetry import get_logger
-from services.state.away import RedisFault
-from services.workers.scoring import cost_of_length, in_order, with_length, without_asking
-from services.workers.setting import AwaitsReward, EpisodeSetting, EpisodeSpec, GoOn, ResumeState, Rewind, StartOver
+from services.state.client import RedisFault
+from services.workers.setting import (
+    AwaitsReward,
+    EpisodeSetting,
+    EpisodeSpec,
+    GoOn,
+    ResumeState,
+    Rewind,
+    StartOver,
+    cost_of_length,
+    in_order,
+    with_length,
+    without_asking,
+)
 from services.workers.timings import Timings
 
 # How often an agent's time is looked at while something is sampled for it, which may be waiting for an engine.

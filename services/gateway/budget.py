@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from gspo_core.types import StopReason
-from services.episodes.repetition import goes_in_circles
+from services.episodes.ledger import goes_in_circles
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.live import LiveTurn
 from services.gateway.meter import Meter

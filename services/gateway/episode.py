@@ -18,7 +18,7 @@ import msgspec
 
 from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
-from services.engines.errors import ContextFull
+from services.engines.protocol import ContextFull
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget

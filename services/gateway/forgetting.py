@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.refusals import Refused
 from services.state.talks import MOST_AT_ONCE, Talks, TrafficRetention
 

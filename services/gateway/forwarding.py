@@ -24,7 +24,7 @@ from services.gateway.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.streams import fault_reply
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 
 FORWARDED_BY = "x-gspo-forwarded-by"
 TURN = "x-gspo-turn"

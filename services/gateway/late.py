@@ -26,7 +26,7 @@ from services.gateway.snapshots import StoredReward
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier
-from services.workers.scoring import in_order
+from services.workers.setting import in_order
 
 SCHEMA = 1
 # Of turns, while an episode waits: they are kept in one record.

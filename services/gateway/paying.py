@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from gspo_core.reported_numbers import BeyondBounds, check_size
+from gspo_core.environment_contract import BeyondBounds, check_size
 from services.gateway.dialects.turns import Refusal, RefusalKind
 
 Source = Literal["returned", "judge", "posted"]

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.refusals import Fenced, Full, Refused
 from services.state.talks import Presented, TalkKeyRecord, Talks
 

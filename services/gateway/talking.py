@@ -31,7 +31,7 @@ from services.gateway.talk_charges import TalkCharges, used_up
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.tape import Tape
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.talks import Presented, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver

@@ -1,6 +1,7 @@
 """A host, seen from its user: a fork server that loads an environment, forks processes from it and ends them.
 
-Rule: nothing of a host outlives its parent, and nothing of ours reaches it but its order: no settings, no keys.
+Rule: nothing of a host outlives its parent, and nothing of ours reaches it but its order: no settings, no keys. Behind
+a wall it knows its processes by other numbers than we do: which of ours one is, is found out here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from services.hosts.mark import Mark
 from services.hosts.process import FROM_OUTSIDE, Cause, Death, HostProcess
 from services.hosts.walls import scratch
 from services.hosts.walls.control_groups import ControlGroup
-from services.hosts.walls.pids import outer_pid
 from services.hosts.walls.plan import Shown
 from services.hosts.walls.terms import SESSIONS
 from services.hosts.walls.tiers import WALLS, Bounds, Program, Tier
@@ -47,6 +47,29 @@ FULL_S = 0.02
 # Between the end of a host's connection and that of the host.
 ENDS_WITHIN_S = 1.0
 SESSIONS_OUT_OF_MEMORY_SCORE = "900"
+
+
+def outer_pid(entered: int, inner: int) -> int | None:
+    """Among the children of the first process behind the wall that ``entered`` built; None if it is gone."""
+    for first in children_of(entered):
+        for pid in reversed(children_of(first)):  # the newest is asked for most often
+            if _number_inside(pid) == inner:
+                return pid
+    return None
+
+
+def children_of(pid: int) -> Sequence[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    return []
+
+
+def _number_inside(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):  # the name of a process may hold all else
+            if line.startswith(b"NSpid:"):
+                return int(line.split()[-1])
+    return None
 
 
 class _Event(msgspec.Struct):
@@ -89,7 +112,7 @@ class HostOrder:
     is_upload: bool = False
     """Somebody sent its code to the API."""
     tier: Tier = Tier.PROCESS
-    """The wall around it; `services.hosts.policy` decides."""
+    """The wall around it; `services.hosts.local` decides."""
     sandboxes: Sandboxes | None = None
     """Where what a policy runs is run; None: in the host itself."""
     bounds: Bounds = field(default_factory=Bounds)

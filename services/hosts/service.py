@@ -25,18 +25,16 @@ from gspo_core.environment_contract import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.process import Cause, Death, Died, HostProcess, HostReply
 from services.hosts.remote import SILENCE_S
 from services.hosts.server import BootFailed, HostOrder, RunningHost
 from services.hosts.venv import Interpreters
 from services.hosts.wire import MAX_FRAME_BYTES, BadFrame
-from services.process.account import tell_of_root
 from services.process.cancelling import cancel_all
 from services.process.children import bury_orphans
 from services.process.health import Health
-from services.process.lifecycle import run_until_signalled
+from services.process.lifecycle import run_until_signalled, tell_of_root
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from gspo_core.environment_contract import (
     AtCapacity,
+    BeyondBounds,
     EnvironmentFailed,
     Llm,
     Observation,
@@ -24,10 +25,11 @@ from gspo_core.environment_contract import (
     PhaseLimits,
     Start,
     Timeouts,
+    check_all,
+    check_size,
 )
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
-from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
 from gspo_core.types import NOTHING, Evidence, Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat

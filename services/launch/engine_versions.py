@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from services.engines.errors import EngineProtocolError
+from services.engines.protocol import EngineProtocolError
 from services.engines.sglang_versions import EngineProfile
 from services.process.children import die_with_parent
 

@@ -18,8 +18,7 @@ from services.files.environments.registry import EnvironmentRegistry
 from services.files.fsck import Fsck
 from services.files.installation import InstallationFiles
 from services.process.settings import SettingsError, load_settings
-from services.state.away import Away, RedisFault
-from services.state.client import connect
+from services.state.client import Away, RedisFault, connect
 from services.state.installation import InstallationGuard
 from services.state.store import JobRecord, Store
 

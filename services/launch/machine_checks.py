@@ -25,7 +25,7 @@ from services.launch import engine_versions
 from services.launch.engine_command import find_sglang, find_vllm
 from services.launch.engine_versions import NoVersion, Unanswered
 from services.launch.gpus import torch_uses_gpus, visible_gpus
-from services.process.account import ADVICE, is_root
+from services.process.lifecycle import ADVICE, is_root
 
 DRIVER = Path("/proc/driver/nvidia/version")
 NAMESPACES = Path("/proc/sys/user/max_user_namespaces")

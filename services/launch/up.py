@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gspo_core.cli.command import CommandError
 from services.engines.acquaintance import Acquaintance, acquaint
-from services.engines.errors import NoSuchKind
 from services.engines.kinds import kind_of
+from services.engines.protocol import NoSuchKind
 from services.files.data_dir import DataDir, HubKind, HubName
 from services.files.disk_space import NoRoom
 from services.files.hub import NotFetched, fetch

@@ -1,14 +1,19 @@
-"""Cancelling tasks for certain: once is not enough.
+"""Ends tasks for certain: all that are cancelled, those beside the first to end, and what an event cuts short.
 
-Before Python 3.12 the Redis client may swallow a cancellation: `asyncio.wait_for`, which it writes through, drops one
-that arrives just as it finishes.
+Once is not enough: before Python 3.12 the Redis client may swallow a cancellation, since `asyncio.wait_for`, which it
+writes through, drops one that arrives just as it finishes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Awaitable, Collection, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Time to clean up after a cancellation, before the next one.
+CLEANING_UP_S = 2.0
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]], *, again_after_s: float = 2.0) -> None:
@@ -39,3 +44,34 @@ async def _given_time(tasks: Collection[asyncio.Task[Any]], seconds: float) -> b
         except asyncio.CancelledError:
             was_cancelled = True
     return was_cancelled
+
+
+async def first_to_end(*coroutines: Awaitable[None]) -> None:
+    """Run all until the first one returns or raises; its result counts, the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        await cancel_all(tasks, again_after_s=CLEANING_UP_S)
+
+
+async def sleep_unless(event: asyncio.Event, seconds: float) -> None:
+    """Return after ``seconds``, or at once when ``event`` is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` returns; None where ``event`` is set before: then it is cancelled."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await cancel_all([working, waiting], again_after_s=CLEANING_UP_S)

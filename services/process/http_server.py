@@ -21,8 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.process.account import tell_of_root
 from services.process.http_connections import ConnectionPatience, Crowd, Part, allowed_connections, look_after
+from services.process.lifecycle import tell_of_root
 from services.process.listening import listen
 from services.process.telemetry import get_logger
 

@@ -2,6 +2,9 @@
 
 Rule: SIGTERM and SIGINT only *ask*: they set one event, and the service leaves at a point where nothing is lost.
 A second signal, or the end of the grace period, cancels it. Nothing here knows what a service does.
+A service stays the account that it was started as: data directory, logs and sockets belong to that one, and to change
+it half-way would leave them to two. Where it is root that is said once it works, since nothing of it is given up: only
+what runs code of others becomes somebody else (the hosts behind a wall).
 """
 
 from __future__ import annotations
@@ -9,15 +12,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
+from functools import cache
 from typing import Protocol
 
 from services.process.telemetry import get_logger
 
+ADVICE = (
+    "whoever gets the better of a service that is root has the machine, and where there is no wall every environment "
+    "is root as well: start it as an account of its own (docs/security.md)"
+)
 # Time to clean up after a cancellation, before the next one.
 CLEANING_UP_S = 5.0
 # New objects, so many that the collector of cycles looks at them: nearly all that a request makes is freed without it.
 COLLECT_AFTER = 10_000
+
+
+def is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+@cache
+def tell_of_root() -> None:
+    """Once for a process, when it has begun to serve: who cannot begin says why, and nothing else."""
+    if is_root():
+        get_logger().warning("this service runs as root", advice=ADVICE)
 
 
 class Main(Protocol):

@@ -15,8 +15,7 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
@@ -24,17 +23,15 @@ from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, tell_unread_settings
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
-from services.state.drains import Drains
-from services.state.first_contact import first_contact
 from services.state.functions import functions_there
+from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Bus
+from services.state.retry import first_contact
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
-from services.workers.loading import load_job
-from services.workers.starting import boot_for, traces_to
+from services.workers.loading import boot_for, load_job, traces_to
 from services.workers.worker import EpisodeWorker, WorkerConfig
 
 # After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.

@@ -1,9 +1,10 @@
-"""One attempt of an episode, from the first prompt to its outcome: sample, make durable, act, observe, again.
+"""Drives episodes by their environment: one attempt, from the first prompt to its outcome, perhaps begun elsewhere.
 
-Rule: sampled tokens are durable before the environment acts on them, so nothing that had an effect is ever lost.
-An attempt begun elsewhere resumes from the world kept beside its segments. Without one it is replayed by the same loop:
-recorded segments stand in for the engine until they are used up, and the environment's answers must lead to the
-recorded tokens. This module never decides to try again.
+Rule: sample, make durable, act, observe, again: sampled tokens are durable before the environment acts on them, so
+nothing that had an effect is ever lost, and the environment never acts twice on the same turn unless it declares that
+harmless. An attempt begun elsewhere resumes from the world kept beside its segments. Without one it is replayed by the
+same loop: recorded segments stand in for the engine until they are used up, and the environment's answers must lead to
+the recorded tokens. This module never decides to try again.
 """
 
 from __future__ import annotations
@@ -13,20 +14,27 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from gspo_core.endings import TurnTally
 from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
+from gspo_core.episode_limits import TurnTally
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
-from services.engines.errors import ContextFull
-from services.episodes.history import Conversation
-from services.episodes.ledger import Ledger, LedgerConflict
+from services.engines.protocol import ContextFull
+from services.episodes.history import Conversation, WorldSnapshot, WorldSnapshotNotKept, num_finished_turns
+from services.episodes.ledger import Ledger, LedgerConflict, goes_in_circles
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.repetition import goes_in_circles
-from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
-from services.workers.scoring import in_order, with_length, without_asking
-from services.workers.setting import EpisodeSetting, EpisodeSpec
+from services.workers.setting import (
+    EpisodeSetting,
+    EpisodeSpec,
+    GoOn,
+    ResumeState,
+    Rewind,
+    StartOver,
+    in_order,
+    with_length,
+    without_asking,
+)
 from services.workers.timings import Timings
 
 T = TypeVar("T")
@@ -295,3 +303,45 @@ class EpisodeAttempt:
     @property
     def _held_s(self) -> float:
         return self._session.held_s if isinstance(self._session, HostedSession) else 0.0
+
+
+class EnvironmentDriver:
+    def begin(
+        self,
+        setting: EpisodeSetting,
+        order: EpisodeSpec,
+        attempt: int,
+        session: Session,
+        past: ResumeState,
+        timings: Timings,
+    ) -> EpisodeAttempt:
+        ledger = Ledger(order.key, attempt, order.temperature)
+        world = None if past.snapshot is None else WorldSnapshot.decode(past.snapshot)
+        return EpisodeAttempt(setting, order, session, ledger, past.record, world=world, timings=timings)
+
+    async def resume(
+        self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | StartOver:
+        environment, stop_ids = order.environment, setting.codec.stop_ids
+        kept = await _kept(setting, order, attempt) if environment.has_snapshot else None
+        world = None if kept is None else WorldSnapshot.decode(kept.data)
+        if kept is not None and world is not None:
+            if world.stands_at(record, stop_ids):
+                return GoOn(kept.data)
+            setting.counters.add("worlds/too_old")
+            if kept.num_segments and not environment.replayable:
+                # Later turns may or may not have been acted on.
+                stands = world.stands_at(record[: kept.num_segments], stop_ids)
+                return Rewind(kept.num_segments, kept.data) if stands else StartOver()
+        # Before the environment has acted, its start may be repeated: a new attempt would do the same.
+        if num_finished_turns(record, stop_ids) and not environment.replayable:
+            return StartOver("episodes/restarted")
+        return GoOn()
+
+    async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
+        return False
+
+
+async def _kept(setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> Snapshot | None:
+    kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
+    return kept if kept is not None and kept.attempt == attempt else None

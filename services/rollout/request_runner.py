@@ -32,8 +32,8 @@ from services.hosts.walls.tiers import WALLS, Program
 from services.hosts.wire import HARD_MEMORY_FACTOR
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
-from services.state.worker_requests import WorkerRequest, WorkerRequests
+from services.state.client import Away, RedisFault
+from services.state.process_requests import WorkerRequest, WorkerRequests
 from services.workers.loading import JobNotServable, read_model
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
-from services.state.away import Away
+from services.state.client import Away
 from services.state.fleet_records import DescribedEngine, EngineRecord
 
 # A beat is a tenth of the lease, so an engine that is loading weights may miss some.

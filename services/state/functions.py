@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.process.telemetry import get_logger
-from services.state.away import NotPermitted, RedisFault
-from services.state.client import RedisClient
+from services.state.client import NotPermitted, RedisClient, RedisFault
 from services.state.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
 from services.state.refusals import BY_WORD, Damaged
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
-from services.state.away import Away
+from services.state.client import Away
 from services.state.engine_beats import Ask
 from services.state.engine_sightings import WATCH_LEASE_S, Sighting
 from services.state.fleet_records import DescribedEngine

@@ -14,8 +14,7 @@ from uuid import uuid4
 from services.files.data_dir import DataDir
 from services.files.installation import InstallationFiles
 from services.process.telemetry import get_logger
-from services.state.away import Away
-from services.state.client import RedisClient
+from services.state.client import Away, RedisClient
 from services.state.keys import service_key
 
 BEAT_S = 2.0

@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from gspo_core.log.records import AcceptedJob, DamagedRecord
-from services.state.away import Away
+from services.state.client import Away
 from services.state.job_claims import JobClaims
 from services.state.jobs import (
     CancelManner,

@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.away import RedisFault
-from services.state.client import MAX_BLOCK_MS, RedisClient
+from services.state.client import MAX_BLOCK_MS, RedisClient, RedisFault
 from services.state.functions import Functions
 from services.state.keys import bus_keys, job_key, service_key, service_keys
 from services.state.leases import BeatWatch

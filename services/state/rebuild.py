@@ -17,11 +17,11 @@ from uuid import uuid4
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord, reported_steps
 from services.process.telemetry import get_logger
-from services.state.environments import encode_description
 from services.state.functions import Functions
 from services.state.jobs import DesiredState, JobStatus, default_reason
 from services.state.keys import InvalidJobId, check_job_id, job_keys, service_key, service_keys
 from services.state.refusals import Missing
+from services.state.reports import encode_description
 
 T = TypeVar("T")
 

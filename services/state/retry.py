@@ -1,22 +1,41 @@
-"""Retries while something is away for a moment: Redis restarting, an engine loading, a short network failure.
+"""Waits for a Redis that is away, before a process begins and at every call, and tries again.
 
-Rule: only ``Away`` is retried. Any other answer, a refusal included, is final. The wait doubles up to a bound and
-carries jitter, so that a thousand episodes do not come back at the same instant.
+Rule: only ``Away`` is retried. Any other answer, a refusal included, is final. The wait of a call doubles up to a bound
+and carries jitter, so that a thousand episodes do not come back at the same instant. All processes of an installation
+may start together, and in any order; who is asked to leave before its first contact leaves at once, as there is nothing
+that it holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+from services.process.cancelling import sleep_unless, unless_set
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+AGAIN_S = 1.0
+
+
+async def first_contact(stop: asyncio.Event, ask: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+    """What ``ask`` returns, which may be asked again and again; None where ``stop`` was set before."""
+    is_told = False
+    while not stop.is_set():
+        try:
+            return await unless_set(stop, ask())
+        except Away as error:
+            if not is_told:
+                get_logger().warning("waiting for Redis before anything begins", error=str(error))
+            is_told = True
+        await sleep_unless(stop, AGAIN_S)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

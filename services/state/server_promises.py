@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.process.telemetry import get_logger
-from services.state.away import RedisFault
-from services.state.client import RedisClient
+from services.state.client import RedisClient, RedisFault
 
 EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
 UNREADABLE = "its configuration cannot be read ({error}): make sure that it has appendfsync always and noeviction"

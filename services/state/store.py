@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 from gspo_core.log.events import JobEvent
 from services.state.client import RedisClient
-from services.state.environments import EnvironmentDescriptions
-from services.state.events import EventLog
 from services.state.fleet import Fleet
 from services.state.functions import Functions
 from services.state.job_table import JobTable
@@ -36,8 +34,8 @@ from services.state.jobs import (
     TrainerAttempt,
 )
 from services.state.leases import BeatWatch
-from services.state.metrics import MetricSeries
 from services.state.refusals import Conflict, Fenced
+from services.state.reports import EnvironmentDescriptions, EventLog, MetricSeries
 from services.state.versions import Version, VersionTable
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.files.disk_space import NoRoom, raising_no_room
-from services.process.first_to_end import first_to_end, sleep_unless
+from services.process.cancelling import first_to_end, sleep_unless
 from services.process.settings import Settings
 from services.process.telemetry import get_logger
-from services.state.away import Away, CredentialsRefused
-from services.state.client import connect
+from services.state.client import Away, CredentialsRefused, connect
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged
 from services.state.store import CancelManner, Claim, JobNotFound, StatusReason, Store

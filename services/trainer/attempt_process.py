@@ -22,9 +22,8 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from gspo_core.spec import JobSpec
-from services.process.cancelling import cancel_all
+from services.process.cancelling import cancel_all, sleep_unless
 from services.process.children import die_with_parent
-from services.process.first_to_end import sleep_unless
 from services.process.telemetry import get_logger
 from services.state.jobs import HANDED_OVER
 from services.state.store import Claim

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.state.away import Away
+from services.state.client import Away
 from services.state.jobs import DesiredState, JobRecord, JobStatus
 from services.state.leases import BeatWatch
 from services.state.queue import Bus

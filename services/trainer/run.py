@@ -36,7 +36,7 @@ from gspo_core.versions import StepReport
 from services.files.batch_archive import LogHistory, archived
 from services.files.batch_log import spent
 from services.files.trained_log import TrainedLog
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import first_to_end
 from services.state.store import Claim, JobRecord, StatusReason
 from services.trainer.fall_guard import FallGuard
 from services.trainer.fleet.parity import LabelledWeights, ParityGate

@@ -16,19 +16,18 @@ from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
 from services.engines.protocol import info_calls
 from services.files.data_dir import DataDir
-from services.process.account import tell_of_root
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import cancel_all, first_to_end
 from services.process.health import Health
+from services.process.lifecycle import tell_of_root
 from services.process.settings import Settings
 from services.state.client import connect
-from services.state.drains import Drains
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.engine_sightings import EngineSightings
-from services.state.first_contact import first_contact
 from services.state.heard_engines import HeardEngines, seldom_asked
 from services.state.installation import InstallationGuard
+from services.state.process_requests import Drains
 from services.state.queue import Bus
+from services.state.retry import first_contact
 from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 from services.trainer.device import unfit

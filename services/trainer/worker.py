@@ -18,10 +18,9 @@ from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
 from services.files.disk_space import NoRoom, raising_no_room
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import first_to_end, sleep_unless
+from services.process.cancelling import cancel_all, first_to_end, sleep_unless
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 from services.state.fleet_records import TrainerRecord
 from services.state.jobs import fits
 from services.state.queue import Bus, Fenced

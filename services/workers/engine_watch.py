@@ -1,9 +1,15 @@
-"""Looks at the engines for all processes: one of them asks, the others read what it saw.
+"""What is seen of the engines' load and weights, and how many requests an engine gets at once by what was seen.
 
-Rule: an engine is asked for its load once a second and for its weights every other second, however many processes wait
-to hear of it, and at once when a connection to it is lost. What its trainer reports in between is newer and needs no
-look. A process that cannot use what it is told (nobody looks, it is old, or the engine does not answer the one who
-looks) asks that engine itself, once a second at most.
+Rule: one process looks for all, the others read what it saw. An engine is asked for its load once a second and for its
+weights every other second, however many processes wait to hear of it, and at once when a connection to it is lost. What
+its trainer reports in between is newer and needs no look. A process that cannot use what it is told (nobody looks, it
+is old, or the engine does not answer the one who looks) asks that engine itself, once a second at most.
+An engine gets as many requests as it runs at once, learned from its reports of its queue. One that would only wait in
+an engine waits here, where it can still go to another engine, keeps no prefix out of the cache, and is not recomputed
+after a weight update. A load that runs while nothing waits is known to fit. A limit that is reached while nothing waits
+grows: it doubles until the engine was full for the first time, then grows by an eighth. A queue of up to a quarter
+keeps the engine full. A longer one in two reports in a row is too much (in one it may be a burst or a pause), and the
+limit falls to the running requests and an eighth more.
 """
 
 from __future__ import annotations
@@ -18,15 +24,20 @@ from typing import Protocol
 
 import msgspec
 
-from services.engines.errors import EngineError, EngineKeyRefused
-from services.engines.protocol import Engine, EngineInfo
+from services.engines.protocol import Engine, EngineError, EngineInfo, EngineKeyRefused
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 from services.state.engine_sightings import WATCH_LEASE_S, EngineSightings, Sighting
 from services.state.fleet_records import EngineReport
 from services.state.retry import Retrier
 
+# Of the limit of requests in flight.
+_START = 64
+_CROWDED_REPORTS = 2
+# As parts of the limit: one fourth, one eighth.
+_SLACK = 4
+_GROWTH = 8
 # A tick is a look at the load; every other one is a look at the weights, too.
 TICK_S = 1.0
 _TICKS_PER_INFO = 2
@@ -38,6 +49,43 @@ _GATHER_S = 0.02
 # What was told before this is old. Longer than it takes until another process looks at the engines.
 STALE_S = 3 * WATCH_LEASE_S
 _LEAVE_S = 1.0
+
+
+class InFlightLimit:
+    """For one engine and the requests of this process."""
+
+    def __init__(self, start: int = _START) -> None:
+        self.value = start
+        self._is_reached = False
+        """Since the last report."""
+        self._was_ever_crowded = False
+        self._num_crowded = 0
+        """Reports in a row."""
+
+    def reached(self) -> None:
+        """Reports that a request waits for this engine."""
+        self._is_reached = True
+
+    def report(self, *, num_ours: int, num_running: int, num_waiting: int) -> None:
+        """Takes the engine's report on all requests; ``num_ours`` of them are from this process."""
+        if not num_running and num_waiting:
+            return  # paused
+        if num_waiting > max(1, self.value // _SLACK):
+            self._num_crowded += 1
+            if self._num_crowded >= _CROWDED_REPORTS:
+                self._was_ever_crowded = True
+                running = num_ours * num_running / (num_running + num_waiting)
+                self.value = max(1, math.ceil(running * (1 + 1 / _GROWTH)))
+        else:
+            self._num_crowded = 0
+            if not num_waiting:
+                self._grow(num_ours)
+        self._is_reached = False
+
+    def _grow(self, num_ours: int) -> None:
+        self.value = max(self.value, num_ours)
+        if self._is_reached:
+            self.value += max(1, self.value // _GROWTH) if self._was_ever_crowded else self.value
 
 
 class Watched(Protocol):

@@ -14,20 +14,27 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode
-from gspo_core.versions import WeightsManifest
-from services.engines.errors import ContextFull, EngineError, EngineRejected, NoSuchKind
-from services.engines.protocol import Connect, Engine, EngineLoad, Generation, info_within
+from gspo_core.versions import EngineLabel, NotALabel, WeightsManifest
+from services.engines.protocol import (
+    Connect,
+    ContextFull,
+    Engine,
+    EngineError,
+    EngineLoad,
+    EngineRejected,
+    Generation,
+    NoSuchKind,
+    info_within,
+)
 from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import first_to_end
 from services.process.telemetry import get_logger
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineState
 from services.state.retry import Retrier
-from services.workers.engine_watch import EngineWatch, Hearsay
-from services.workers.in_flight import InFlightLimit
+from services.workers.engine_watch import EngineWatch, Hearsay, InFlightLimit
 
 # How often the table of engines is read again. New weights come a second or more apart; meanwhile the spans are right.
 REFRESH_S = 0.1

@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.environment_contract import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
-from services.engines.errors import EngineRejected
+from services.engines.protocol import EngineRejected
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted

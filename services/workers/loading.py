@@ -1,7 +1,9 @@
-"""Everything that a job needs in this process before an episode can start: its spec, environments and chat codec.
+"""Everything that is needed before an episode can start: a process's hosts and traces, a job's spec, environments and
+chat codec.
 
 Rule: anything that cannot be loaded is one typed error that names the change to make, in the job and not in the worker.
 No code of an environment runs in this process: each gets a host (`services.hosts.session`), which ends with the job.
+No setting is read here; each process passes those that it has.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.environment_contract import InvalidEnvironment
@@ -20,10 +22,34 @@ from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
 from gspo_core.model_files import problem_of
 from gspo_core.spec import EnvironmentSpec, JobSpec
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
+from services.hosts.venv import Interpreters
 from services.process.telemetry import get_logger
+from services.process.tracing import Traces, TracingUnavailable, open_traces
+
+
+def boot_for(addresses: Sequence[str], token: SecretStr | None, interpreters: Interpreters, policy: WallPolicy) -> Boot:
+    """Where environments and agents run: in services at ``addresses``, or beside this process."""
+    if not addresses:
+        policy.announce()
+        return LocalHosts(interpreters, policy).boot
+    if token is None:
+        raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS require it")
+    from services.hosts.remote import RemoteHosts  # most installations have their hosts beside their workers
+
+    return RemoteHosts(addresses, token.get_secret_value()).boot
+
+
+def traces_to(endpoint: str | None, process: str, name: str, *, share: float) -> Traces | None:
+    if endpoint is None:
+        return None
+    try:
+        return open_traces(endpoint, process, share=share, **{"service.instance.id": name})
+    except TracingUnavailable as error:
+        raise SystemExit(f"GSPO_TRACE_ENDPOINT is set, but {error}") from error
 
 
 class JobNotServable(Exception):

@@ -3,6 +3,9 @@
 Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. A job of the
 other kind (of agents, of environments) is left to those who hold such. Losing the lease
 ends all episodes at once, because another worker has them now; then the worker joins anew.
+Its places are divided by priority, and no wanted place stays empty: places that one job does not need go to the others.
+Every job that wants any gets at least one, while there are enough; else the most important ones that have anything to
+play do, and equals take turns. Nothing is taken back from a job that holds too many.
 It builds nothing itself: it is given its parts that talk to Redis, engines and files (`__main__` builds them).
 """
 
@@ -21,9 +24,8 @@ from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
-from services.process.account import tell_of_root
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import unless_set
+from services.process.cancelling import cancel_all, unless_set
+from services.process.lifecycle import tell_of_root
 from services.process.telemetry import get_logger
 from services.process.tracing import NoSpans, Spans
 from services.state.engine_sightings import EngineSightings
@@ -37,7 +39,6 @@ from services.workers.engines import SILENCE_S, EngineTable, JobEngines
 from services.workers.job import JobEpisodes
 from services.workers.loading import JobNotServable, LoadedJob, read_spec
 from services.workers.setting import Driver, EpisodeSetting
-from services.workers.shares import Want, divide
 
 JOBS_POLL_S = 0.5
 # A beat is a fifth of the lease, so that four may be lost.
@@ -52,6 +53,45 @@ TURN_S = 60.0
 RELOAD_S = 10.0
 ENDS_LOADING_S = 10.0
 NUM_CONTROL_CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    priority: float
+    num_places: int
+    """The most that it can use now."""
+    is_idle: bool = False
+    """It wants them for what may come."""
+
+
+def divide(num_places: int, wants: Mapping[str, Want], turn: int = 0) -> dict[str, int]:
+    """Places for each job; together no more than ``num_places``, and no more than it wants. ``turn``: whose it is."""
+    hungry = [job for job, want in wants.items() if want.num_places > 0]
+    given = dict.fromkeys(wants, 0)
+    if num_places < len(hungry):
+        ranked = sorted((job for job in _in_turn(wants, turn) if job in hungry), key=lambda job: wants[job].is_idle)
+        return given | dict.fromkeys(ranked[:num_places], 1)
+    left, weight = num_places, sum(wants[job].priority for job in hungry)
+    # A job that is owed less than one place gets one, before the rest is divided.
+    for job in sorted(hungry, key=lambda job: (wants[job].priority, job)):
+        if left > 0 and left * wants[job].priority < weight:
+            given[job] = 1
+            left -= 1
+    # The job that needs least for its priority comes first, so that the others divide what it leaves.
+    for job in sorted(hungry, key=lambda job: ((wants[job].num_places - given[job]) / wants[job].priority, job)):
+        more = min(wants[job].num_places - given[job], round(left * wants[job].priority / weight), left)
+        given[job] += more
+        left, weight = left - more, weight - wants[job].priority
+    return given
+
+
+def _in_turn(wants: Mapping[str, Want], turn: int) -> list[str]:
+    """The most important first, equals in an order that the turns move on, whoever wants any at the moment."""
+    equals: dict[float, list[str]] = {}
+    for job in sorted(wants):
+        equals.setdefault(wants[job].priority, []).append(job)
+    groups = (equals[priority] for priority in sorted(equals, reverse=True))
+    return [job for group in groups for job in group[turn % len(group) :] + group[: turn % len(group)]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.jobs import JobStatus
 from services.state.keys import job_key
 from services.state.store import JobNotFound, Store

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo_core.engine_label import EngineLabel
+from gspo_core.versions import EngineLabel
 from tests.chaos.evidence import Evidence, JobEvidence, Version
 
 MANIFEST = "manifest.json"

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from services.state.away import Away, RedisFault
-from services.state.client import RedisClient
+from services.state.client import Away, RedisClient, RedisFault
 from services.state.keys import job_key
 
 LOOK_S = 0.1

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo_core.engine_label import EngineLabel
+from gspo_core.versions import EngineLabel
 from services.engine.engine import EmbeddedEngine
 from services.engine.weight_receiver import JoinBody, LeaveBody, TensorsBody, WeightReceiver, WeightsRefused
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.jobs import DesiredState, JobRecord, JobStatus
 from services.state.store import JobNotFound, Store
 from tests.chaos.processes import Nursery, Process

@@ -10,8 +10,7 @@ import pytest
 
 from gspo_core.env import EnvironmentFailed, Timeouts
 from gspo_core.types import Split
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, SessionLost
 from services.hosts.venv import Interpreters

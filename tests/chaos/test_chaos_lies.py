@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from gspo_core.codec import SegmentRejected, decode, encode
-from gspo_core.engine_label import EngineLabel
 from gspo_core.types import EpisodeKey, Segment
-from services.engines.errors import EngineProtocolError, EngineUnavailable
+from gspo_core.versions import EngineLabel
+from services.engines.protocol import EngineProtocolError, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.process.ports import free_port
 from services.state.client import connect

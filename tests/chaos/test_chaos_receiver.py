@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from services.engines.errors import EngineUnavailable
+from services.engines.protocol import EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.engines.weight_buckets import buckets_in
 from services.engines.weight_group import WeightGroup

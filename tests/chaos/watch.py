@@ -16,8 +16,7 @@ from pathlib import Path
 
 from services.files.job_dir import JobDir
 from services.files.job_records import JobRecords
-from services.state.away import Away, RedisFault
-from services.state.client import RedisClient
+from services.state.client import Away, RedisClient, RedisFault
 from services.state.jobs import JobStatus
 from services.state.queue import Bus
 from tests.chaos.processes import stamp

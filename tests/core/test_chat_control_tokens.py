@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.chat import ChatCodec, HermesCodec, Message, Tokenizer, load_tokenizer
-from gspo_core.chat.calls import TaggedCalls, read_hermes
 from gspo_core.chat.template import TemplateCodec
+from gspo_core.chat.turns import TaggedCalls, read_hermes
 from gspo_core.starter.tokenizer import chat_template
 from tests.core.chat_kit import CHATML, TOOLS, write_tokenizer
 from tests.core.qwen_vocabulary import NOT_SPECIAL, NUM_MERGED, SPECIAL, qwen_vocabulary_or_skip

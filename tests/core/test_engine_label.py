@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_core.engine_label import EngineLabel, NotALabel
-from gspo_core.versions import WeightFile, WeightsManifest
+from gspo_core.versions import EngineLabel, NotALabel, WeightFile, WeightsManifest
 
 
 def test_the_label_of_a_manifest_is_read_back() -> None:

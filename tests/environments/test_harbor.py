@@ -32,8 +32,7 @@ from gspo_core.env import (
 from gspo_core.job_spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from gspo_core.types import Split, StopReason
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from gspo_core.environment_contract import Phase
 from gspo_core.types import StopReason
 from services.hosts.process import Cause
-from services.state.away import AwayReason
+from services.state.client import AwayReason
 from services.state.jobs import ReasonCode
 from services.state.queue_records import GroupEnd
 from services.trainer.telling.failure import AlertKind
@@ -23,12 +23,12 @@ from services.trainer.telling.failure import AlertKind
 # What they raise ends in an episode, a group or a job.
 MODULES = (
     *("gspo_core.assemble", "gspo_core.codec"),
-    *("services.engines.errors", "gspo_core.http_connection"),
-    *("services.episodes.ledger", "services.episodes.policy", "services.episodes.worlds"),
+    *("services.engines.protocol", "gspo_core.http_connection"),
+    *("services.episodes.ledger", "services.episodes.policy", "services.episodes.history"),
     *("services.files.batch_log", "services.files.checkpoints", "services.files.disk_space", "services.files.weights"),
     "gspo_core.log.history",
     "services.workers.loading",
-    *("services.state.away", "services.state.functions", "services.state.refusals"),
+    *("services.state.client", "services.state.functions", "services.state.refusals"),
     "services.trainer.telling.failure",
 )
 # Bases that are never raised themselves, and answers ("is it there?", "may it be so?") that their callers expect.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from gspo_core.endings import PROVOKED, TRUNCATED
+from gspo_core.episode_limits import PROVOKED, TRUNCATED
 from gspo_core.types import StopReason
 from services.state.jobs import CountedCode, DoneCode, FailureCode, FreeCode, WaitCode
 

@@ -33,7 +33,7 @@ from services.api.views.replay_views import (
     SingleView,
     VersionFound,
 )
-from services.episodes import worlds
+from services.episodes import history
 from services.files import data_dir, replays, weight_deltas
 from services.files.environments import registry
 from services.files.job_dir import JobDir
@@ -164,8 +164,8 @@ def _in_redis() -> Iterator[Format]:
     states = (JobStatus, DesiredState, CancelManner)
     shapes = [others, *map(shape_of, (*told, *states))]
     yield Format("records of jobs and processes in Redis", version, functions.LIBRARY_VERSION, shapes)
-    world = shape_of(worlds.WorldSnapshot)
-    yield Format("worlds of episodes", "services/episodes/worlds.py SCHEMA", worlds.SCHEMA, world)
+    world = shape_of(history.WorldSnapshot)
+    yield Format("worlds of episodes", "services/episodes/history.py SCHEMA", history.SCHEMA, world)
     tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.StoredReward))]
     yield Format("turns of agents' episodes", "services/gateway/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
 

@@ -12,7 +12,7 @@ import gspo_core.assemble  # noqa: F401 - its refusals are subclasses
 from gspo_core.codec import SegmentRejected
 from services.files.disk_space import NoRoom
 from services.process.settings import PREFIX, Settings
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.jobs import CountedCode, FreeCode
 from services.state.queue_records import DropReason, GroupEnd
 from services.state.refusals import Damaged

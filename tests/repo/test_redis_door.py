@@ -1,4 +1,4 @@
-"""Only the plumbing of the room ``state`` knows the Redis library; everything else meets ``services.state.away``."""
+"""Only the plumbing of the room ``state`` knows the Redis library; everything else meets ``services.state.client``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLUMBING = {
-    "services/state/away.py",
     "services/state/child.py",
     "services/state/client.py",
     "services/state/server.py",

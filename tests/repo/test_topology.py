@@ -21,7 +21,7 @@ import yaml
 from gspo_core import __version__
 from gspo_core.cli import main
 from services.files.data_dir import DataDir
-from services.hosts.policy import WallPolicy
+from services.hosts.local import WallPolicy
 from services.hosts.sandboxes.offers import offers
 from services.launch import launchers
 from services.launch.crew import SLACK_S

@@ -26,14 +26,13 @@ from services.files.data_dir import HubDir
 from services.files.environments.registry import EnvironmentRegistry
 from services.files.job_dir import JobsDir
 from services.state.client import RedisClient
-from services.state.drains import Drains
 from services.state.functions import Functions
 from services.state.kept_replies import KeptReplies
 from services.state.loans import Loans
+from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Bus
 from services.state.resubmissions import Resubmissions
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
 
 
 @dataclass(frozen=True)

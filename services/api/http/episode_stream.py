@@ -18,7 +18,7 @@ from gspo_core.log.transcript import ShownTurn
 from services.api.http.sse import RETRY_MS, frame
 from services.api.views.episode_views import EpisodeDetail
 from services.api.views.history import EpisodeNotKept, GroupNotKept
-from services.state.away import Away
+from services.state.client import Away
 
 _POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
 # How soon an appended segment is shown.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from services.process.telemetry import get_logger
-from services.state.away import Away, RedisFault
+from services.state.client import Away, RedisFault
 from services.state.functions import Functions
 from services.state.keys import service_keys
 from services.state.refusals import Damaged

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.process.cancelling import cancel_all
-from services.state.away import Away
+from services.state.client import Away
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.state.leases import BeatWatch
 from services.state.store import Store

@@ -28,7 +28,7 @@ from services.api.http.access import Caller
 from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.requests import MAX_BODY_BYTES
 from services.process.cancelling import cancel_all
-from services.state.away import Away
+from services.state.client import Away
 from services.state.kept_replies import LEASE_S, Begun, KeptReplies
 
 HEADER = "Idempotency-Key"

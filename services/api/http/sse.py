@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from services.api.views.event_tails import EventTail, EventTails
-from services.state.away import Away
+from services.state.client import Away
 from services.state.store import JobEvent, Store
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

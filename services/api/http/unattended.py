@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from services.api.http.presence import LOOKS_PER_LEASE, Presence
 from services.process.telemetry import get_logger
-from services.state.away import Away
+from services.state.client import Away
 from services.state.jobs import (
     LOST,
     CancelManner,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from services.files.disk_space import lacks_room
-from services.state.away import Away, AwayReason, CredentialsRefused
+from services.state.client import Away, AwayReason, CredentialsRefused
 
 
 class Unavailable(NamedTuple):

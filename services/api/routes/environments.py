@@ -35,7 +35,7 @@ from services.files.environments.registry import (
     Registration,
     parse_reference,
 )
-from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
+from services.state.process_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
 router = v1_router("environments", "/environments")
 

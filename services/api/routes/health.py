@@ -13,7 +13,7 @@ from services.api.http.presence import RegisteredProcess
 from services.api.http.routers import open_router
 from services.api.http.stored_specs import is_of_agents
 from services.api.views.store_views import ReadyView
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 
 router = open_router("operations")

@@ -20,7 +20,7 @@ from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
 from services.api.http.routers import open_router
 from services.api.http.stored_specs import is_of_agents
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord, JobStatus
 

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from gspo_core.engine_label import EngineLabel
+from gspo_core.versions import EngineLabel
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented

@@ -16,7 +16,7 @@ from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused
 from services.api.submission.preview import Visible, problem_of_class
-from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
+from services.state.process_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
 # A person waits; an examination of theirs may hold a worker up for longer.
 ASK_S = 20.0

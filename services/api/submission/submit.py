@@ -23,8 +23,8 @@ from services.api.submission.environment_refs import pin, pinned_as
 from services.files.data_dir import HubDir, HubKind, HubName, commit_of
 from services.files.job_records import JobRecords
 from services.state.keys import InvalidJobId
+from services.state.process_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 from services.state.store import JobConflict, JobNotFound, JobRecord
-from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
 # A worker looks at a model's files in milliseconds, unless it is busy with examinations.
 LOOK_AT_MODEL_S = 3.0

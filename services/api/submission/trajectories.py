@@ -185,7 +185,7 @@ def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], envir
 
 
 def _check_numbers(given: PushedTrajectory) -> None:
-    from gspo_core.reported_numbers import BeyondBounds, check_all, check_size
+    from gspo_core.environment_contract import BeyondBounds, check_all, check_size
 
     rewards = [] if given.reward is None else [given.reward]
     if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):

@@ -17,8 +17,7 @@ from services.hosts.sandboxes.server import SandboxServer
 from services.hosts.sandboxes.table import Table
 from services.hosts.sandboxes.warm import WarmSandboxes
 from services.hosts.walls import scratch
-from services.process.account import tell_of_root
-from services.process.lifecycle import run_until_signalled
+from services.process.lifecycle import run_until_signalled, tell_of_root
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 

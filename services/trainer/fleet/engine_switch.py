@@ -18,9 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gspo_core.engine_label import EngineLabel
-from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from services.engines.protocol import Engine, PauseMode
+from gspo_core.versions import EngineLabel
+from services.engines.protocol import (
+    Engine,
+    EngineDirty,
+    EngineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+    PauseMode,
+)
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineState
 from services.state.heard_engines import HeardEngines

@@ -21,13 +21,20 @@ from pathlib import Path
 
 from gspo_core.versions import WeightsManifest
 from services.engines import quantization
-from services.engines.errors import EngineError, EngineKeyRefused, EngineUnavailable, NoSuchKind
 from services.engines.keys import warning
 from services.engines.probe import problem_of
-from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
+from services.engines.protocol import (
+    Capabilities,
+    Connect,
+    Engine,
+    EngineError,
+    EngineInfo,
+    EngineKeyRefused,
+    EngineUnavailable,
+    NoSuchKind,
+)
 from services.files.weights import WeightStore
-from services.process.cancelling import cancel_all
-from services.process.first_to_end import first_to_end
+from services.process.cancelling import cancel_all, first_to_end
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.heard_engines import HeardEngines

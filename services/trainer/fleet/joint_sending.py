@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from services.engines.errors import EngineError, EngineRejected
-from services.engines.protocol import Engine
+from services.engines.protocol import Engine, EngineError, EngineRejected
 
 # Paused engines wait for the last one to pause. More than a step of a busy engine takes.
 _GATHER_S = 5.0

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
-from gspo_core.engine_label import EngineLabel
 from gspo_core.types import Branch, CacheMode, Group
-from services.engines.errors import EngineError
+from gspo_core.versions import EngineLabel
+from services.engines.protocol import EngineError
 from services.process.telemetry import get_logger
 from services.state.queue_records import DropReason
 from services.trainer.fleet.engine_switch import BoundEngine

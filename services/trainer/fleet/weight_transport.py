@@ -18,8 +18,7 @@ from typing import Protocol
 
 import httpx
 
-from services.engines.errors import EngineDirty, EngineError, EngineRejected
-from services.engines.protocol import Capabilities, Engine, info_within
+from services.engines.protocol import Capabilities, Engine, EngineDirty, EngineError, EngineRejected, info_within
 from services.engines.weight_buckets import WeightBucket, buckets_in
 from services.engines.weight_group import WeightGroup
 from services.files.weight_deltas import chain_to

@@ -14,7 +14,7 @@ from gspo_core.codec import NEWEST_SCHEMA
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
-from services.state.away import OutOfMemory
+from services.state.client import OutOfMemory
 from services.state.queue import Full
 from services.trainer.groups.run_context import RunContext
 from services.trainer.groups.tasks import TaskSchedule

@@ -12,7 +12,7 @@ from gspo_core.log.sequences import group_metrics
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
 from services.process.telemetry import get_logger
-from services.state.away import OutOfMemory
+from services.state.client import OutOfMemory
 from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store

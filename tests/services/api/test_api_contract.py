@@ -16,10 +16,10 @@ from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
+from services.state.process_requests import WorkerRequests
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
 from tests.services.api.api_kit import ApiProcess
 from tests.services.api.recorded_job import record_job, write_model
 

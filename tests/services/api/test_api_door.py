@@ -15,7 +15,7 @@ from services.api.http.brakes import Brakes
 from services.api.http.errors import RequestRefused
 from services.api.http.limits import RateLimit, SharedRateLimit
 from services.api.http.streams import Streams
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.functions import Functions
 from services.state.store import Store
 from tests.patience import HANG_S

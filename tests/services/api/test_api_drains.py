@@ -12,8 +12,8 @@ from gspo_core.cli import main as gspo
 from gspo_core.client import Client
 from services.api.http.audit import Audit
 from services.files.audit_log import AuditLog
-from services.state.drains import Drains
 from services.state.fleet_records import EngineRecord, TrainerRecord
+from services.state.process_requests import Drains
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Claim, Store

@@ -23,8 +23,7 @@ from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import UPLOADS, EnvironmentsDir, KeysDir
 from services.files.environments.registry import EnvironmentRegistry, ExaminationFinding, Registration
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
@@ -34,10 +33,10 @@ from services.process.cancelling import cancel_all
 from services.process.children import die_with_parent
 from services.rollout import request_runner
 from services.rollout.request_runner import RequestRunner
+from services.state.process_requests import WorkerRequests
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
 from tests.apparatus.processes import is_running
 from tests.apparatus.warm_python import Child
 from tests.patience import HANG_S
@@ -206,7 +205,7 @@ async def test_an_unfit_environment_says_why_and_no_job_may_name_it(http: httpx.
 async def test_without_a_worker_the_answer_is_503_and_nothing_is_left(
     http: httpx.AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("services.state.worker_requests.TAKEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("services.state.process_requests.TAKEN_WITHIN_S", 0.1)
     await http.post("/v1/environments", json=SUMS)
     before = await bus._redis.xlen("gspo:{service}:errands")
     answer = await http.get("/v1/environments/sums/schema")

@@ -20,11 +20,11 @@ from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
-from services.state import worker_requests
+from services.state import process_requests
 from services.state.fleet_records import WorkerRecord
+from services.state.process_requests import WorkerRequest, WorkerRequests
 from services.state.queue import Bus
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequest, WorkerRequests
 from tests.core.test_model_files import SOUND, write_files
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.rollout.rollout_kit import write_model
@@ -217,7 +217,7 @@ async def test_a_world_that_one_of_two_workers_has_is_accepted(
     async def knows() -> None:
         position = "0"
         while True:
-            for _, orders in await bus._redis.xread({worker_requests._ORDERS: position}, block=100):
+            for _, orders in await bus._redis.xread({process_requests._ORDERS: position}, block=100):
                 for entry, fields in orders:
                     position = entry.decode()
                     if fields[b"worker"] == b"worker-1":

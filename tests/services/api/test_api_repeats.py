@@ -35,10 +35,10 @@ from services.state.functions import Functions
 from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
 from services.state.keys import job_key
 from services.state.loans import Loans
+from services.state.process_requests import WorkerRequests
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import WorkerRequests
 from tests.core.segments import episode
 from tests.core.test_model_files import SOUND, write_files
 from tests.patience import HANG_S

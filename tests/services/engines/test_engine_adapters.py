@@ -22,8 +22,7 @@ from gspo_core.versions import WeightsManifest
 from services.engine.adapters import AdapterReader
 from services.engine.checkpoint import CheckpointRejected, read_checkpoint
 from services.engine.model import Decoder
-from services.engines.errors import EngineRejected
-from services.engines.protocol import Capabilities
+from services.engines.protocol import Capabilities, EngineRejected
 from services.engines.sglang import EngineClient
 from services.engines.transport import EngineTransport
 from services.files.job_dir import JobDir

@@ -12,9 +12,15 @@ import httpx
 import msgspec
 import pytest
 
-from services.engines.errors import EngineDirty, EngineProtocolError, EngineRejected, EngineUnavailable
 from services.engines.keys import KeyPair
-from services.engines.protocol import Generation, Span
+from services.engines.protocol import (
+    EngineDirty,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    Span,
+)
 from services.engines.sglang import EngineClient
 from services.engines.sglang_versions import EngineProfile
 

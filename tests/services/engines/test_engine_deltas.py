@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo_core.versions import WeightsManifest
 from services.engine.deltas import follow
-from services.engines.errors import EngineDirty
+from services.engines.protocol import EngineDirty
 from services.engines.sglang import EngineClient
 from services.engines.transport import EngineTransport
 from services.files.job_dir import JobDir

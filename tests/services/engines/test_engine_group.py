@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from services.engines import process_group
-from services.engines.errors import EngineRejected
 from services.engines.process_group import ProcessGroup
+from services.engines.protocol import EngineRejected
 from services.engines.sglang import EngineClient
 from services.engines.weight_buckets import buckets_in
 from services.engines.weight_group import WeightGroup

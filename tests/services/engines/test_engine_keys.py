@@ -15,9 +15,9 @@ import pytest
 from pydantic import SecretStr
 
 from services.engines.acquaintance import Acquaintance, acquaint
-from services.engines.errors import EngineDirty, EngineKeyRefused
 from services.engines.keys import SETTING, EngineKeys, KeyPair, NoKeyForEngine, is_routable
 from services.engines.kinds import open_engines
+from services.engines.protocol import EngineDirty, EngineKeyRefused
 from services.engines.sglang import EngineClient
 from services.process.ports import free_port
 from services.process.settings import load_settings

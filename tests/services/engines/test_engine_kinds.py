@@ -10,9 +10,19 @@ import pytest
 
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines import kinds
-from services.engines.errors import EngineProtocolError, EngineUnavailable, NoSuchKind
 from services.engines.kinds import open_engines
-from services.engines.protocol import Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
+from services.engines.protocol import (
+    Engine,
+    EngineInfo,
+    EngineLoad,
+    EngineProtocolError,
+    EngineUnavailable,
+    Generation,
+    NoSuchKind,
+    Span,
+    info_calls,
+    info_within,
+)
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from services.engine.kv_cache import KVCache, KVPrefix
 from services.engine.model import Batch, Decoder, Prefill, UnservableModel
 from services.engine.prefix_cache import PrefixCache
-from services.engines.errors import EngineUnavailable
+from services.engines.protocol import EngineUnavailable
 from services.engines.sglang import EngineClient
 from tests.services.engines.engine_kit import Models
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from services.engines.errors import EngineError, EngineRejected
 from services.engines.kinds import open_engines
 from services.engines.probe import problem_of
-from services.engines.protocol import Engine, Generation
+from services.engines.protocol import Engine, EngineError, EngineRejected, Generation
 from tests.apparatus.sglang_process import SGLangProcess
 from tests.apparatus.vllm_process import VllmProcess
 from tests.apparatus.warm_python import WarmPython

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.engines.errors import EngineRejected, EngineUnavailable
+from services.engines.protocol import EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
 from tests.apparatus.warm_python import WarmPython
 from tests.patience import HANG_S

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.engines.errors import EngineProtocolError, EngineUnavailable
-from services.engines.protocol import Generation
+from services.engines.protocol import EngineProtocolError, EngineUnavailable, Generation
 from services.engines.sglang import EngineClient
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.patience import HANG_S

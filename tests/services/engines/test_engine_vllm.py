@@ -13,9 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from services.engines.errors import EngineDirty, EngineProtocolError, EngineRejected, EngineUnavailable
 from services.engines.inside_vllm.gspo_vllm import WeightsFromFolder, shapes_in
-from services.engines.protocol import EngineInfo, EngineLoad
+from services.engines.protocol import (
+    EngineDirty,
+    EngineInfo,
+    EngineLoad,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+)
 from services.engines.vllm import VllmClient
 from services.engines.vllm_metrics import load_in
 

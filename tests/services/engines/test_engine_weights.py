@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engines.errors import EngineDirty, EngineRejected
-from services.engines.protocol import Generation
+from services.engines.protocol import EngineDirty, EngineRejected, Generation
 from services.engines.sglang import EngineClient
 from tests.patience import HANG_S
 from tests.services.engines.engine_kit import (

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
-from services.engines.errors import EngineProtocolError
+from services.engines.protocol import EngineProtocolError
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Sampled
 from tests.services.rollout.rollout_kit import answer_of

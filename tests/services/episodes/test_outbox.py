@@ -12,7 +12,7 @@ from gspo_core.types import EpisodeKey, Outcome, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
-from services.state.away import RedisFault
+from services.state.client import RedisFault
 from services.state.queue import Append, Gap, Kept, Snapshot
 from services.state.retry import Retrier
 from tests.patience import HANG_S

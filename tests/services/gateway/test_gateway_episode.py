@@ -12,7 +12,7 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
-from services.engines.errors import ContextFull
+from services.engines.protocol import ContextFull
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
 from services.gateway.history import Rewritten
 from services.state.fleet_records import WorkerRecord

@@ -22,7 +22,7 @@ from services.gateway.door import EpisodeRouter
 from services.gateway.keys import KEPT_S, Keys
 from services.gateway.late import EndedEpisode, LateRewards
 from services.gateway.paying import ANYBODY, Payer
-from services.state.away import NotPermitted
+from services.state.client import NotPermitted
 from services.state.queue import Bus
 from services.state.queue_records import Waiting
 from services.state.retry import Backoff, Retrier

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
-from gspo_core.chat.calls import TaggedCalls, read_hermes
 from gspo_core.chat.template import TemplateCodec
+from gspo_core.chat.turns import TaggedCalls, read_hermes
 from gspo_core.messages import Message
 from gspo_core.starter.tokenizer import chat_template
 from services.gateway.dialects.turns import Answer

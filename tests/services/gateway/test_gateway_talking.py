@@ -25,7 +25,7 @@ from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob, TalkJobs
 from services.gateway.talking import Talking
-from services.state.away import Away, AwayReason, NotPermitted
+from services.state.client import Away, AwayReason, NotPermitted
 from services.state.functions import Functions
 from services.state.keys import job_key
 from services.state.refusals import Damaged

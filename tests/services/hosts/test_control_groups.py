@@ -15,8 +15,7 @@ import pytest
 
 from gspo_core.env import CallStatus, ParsedTurn, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters

@@ -25,15 +25,14 @@ import pytest
 from environments.sandbox import command, folder
 from environments.sandbox.contract import Command, Sandbox, SandboxFailed
 from environments.sandbox.local import LocalSandboxes
-from gspo_core import reported_numbers as reported
+from gspo_core import environment_contract as reported
 from gspo_core.env import CallStatus, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
 from gspo_core.env.session import as_reward
 from gspo_core.types import Split
 from services.files.environments import archives
 from services.files.environments.archives import ArchiveRefused
 from services.hosts import server
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from services.hosts.inside.limits import shared_bytes
-from services.hosts.walls.pids import _number_inside
+from services.hosts.server import _number_inside
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -24,8 +24,7 @@ from environments.sandbox.remote import RemoteSandbox, over_url
 from gspo_core.env import CallStatus, InvalidEnvironment, ParsedTurn, Timeouts, ToolCall
 from gspo_core.outbound import AddressRefused
 from gspo_core.types import Split
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.sandboxes.container import ContainerSandboxes
 from services.hosts.sandboxes.offers import ConfiguredRemote
 from services.hosts.sandboxes.table import NoSandbox, Table, TableFull

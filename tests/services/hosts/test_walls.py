@@ -20,13 +20,11 @@ import pytest
 
 from gspo_core.env import CallStatus, InvalidEnvironment, Observation, ParsedTurn, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
-from services.hosts.server import HostOrder
+from services.hosts.local import LocalHosts, WallPolicy
+from services.hosts.server import HostOrder, children_of
 from services.hosts.session import HostedEnvironment, HostedSession, SessionLost
 from services.hosts.venv import Interpreters
 from services.hosts.walls import tiers
-from services.hosts.walls.pids import children_of
 from services.hosts.walls.plan import Shown, entries
 from services.hosts.walls.terms import How
 from services.hosts.walls.tiers import Bounds, NoWall, Program, Tier

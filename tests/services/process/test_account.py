@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from gspo_core.cli.finding import Verdict
 from services.launch import checks, machine_checks
-from services.process import account
+from services.process import lifecycle
 from tests.patience import HANG_S
 
 DEADLINE_S = HANG_S
@@ -20,11 +20,11 @@ DEADLINE_S = HANG_S
 @pytest.mark.parametrize(("user", "is_told"), [(0, True), (10_001, False)])
 def test_root_is_told_of_once(user: int, is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    account.tell_of_root.cache_clear()
+    lifecycle.tell_of_root.cache_clear()
     with capture_logs() as lines:
-        account.tell_of_root()
-        account.tell_of_root()
-    account.tell_of_root.cache_clear()
+        lifecycle.tell_of_root()
+        lifecycle.tell_of_root()
+    lifecycle.tell_of_root.cache_clear()
     told = [line for line in lines if line["event"] == "this service runs as root"]
     assert [line["log_level"] for line in told] == ["warning"] * is_told
     assert all("an account of its own" in line["advice"] for line in told)

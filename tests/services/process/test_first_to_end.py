@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from services.process import first_to_end as race
-from services.process.first_to_end import first_to_end, unless_set
+from services.process import cancelling as race
+from services.process.cancelling import first_to_end, unless_set
 from tests.patience import HANG_S
 
 DEADLINE_S = HANG_S

@@ -28,7 +28,7 @@ from services.engines.protocol import Generation, Span
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, LeasedEpisode
 from services.state.retry import Backoff, Retrier

@@ -15,7 +15,7 @@ from services.engines.protocol import Engine
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.state import engine_sightings
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.engine_sightings import EngineSightings, Sighting
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Backoff, Retrier

@@ -19,7 +19,7 @@ import pytest
 
 from gspo_core.types import CacheMode
 from gspo_core.versions import WeightFile, WeightsManifest
-from services.engines.errors import ContextFull, EngineError, EngineRejected, EngineUnavailable
+from services.engines.protocol import ContextFull, EngineError, EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.policy import Sampled

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from gspo_core.chat import ForkReason, HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
-from services.engines.errors import EngineRejected
+from services.engines.protocol import EngineRejected
 from services.episodes.policy import Drained, Sampled
-from services.state.away import Away, AwayReason
+from services.state.client import Away, AwayReason
 from services.state.queue import Append, Fenced, Gap
 from services.workers.episode import Episode
 from services.workers.setting import EpisodeSetting, EpisodeSpec, episode_seed

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.server import HostOrder
 from services.hosts.venv import Interpreters
 from services.hosts.walls import control_groups, tiers

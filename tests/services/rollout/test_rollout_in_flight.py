@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.workers.in_flight import InFlightLimit
+from services.workers.engine_watch import InFlightLimit
 
 
 def play(limit: InFlightLimit, capacity: int, wanted: int, num_reports: int, others: int = 0) -> list[int]:

@@ -11,8 +11,7 @@ import pytest
 
 from gspo_core.messages import CallStatus
 from gspo_core.starter.tokenizer import chat_template
-from services.hosts.local import LocalHosts
-from services.hosts.policy import OF_WALLS
+from services.hosts.local import OF_WALLS, LocalHosts
 from services.hosts.venv import Interpreters
 from services.workers.loading import JobNotServable, LoadedJob, read_spec
 from services.workers.loading import load_job as load_hosted_job

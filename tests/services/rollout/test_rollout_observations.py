@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.env import Start
+from gspo_core.episode_limits import within
 from gspo_core.messages import Message
-from gspo_core.observations import within
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey
 from services.episodes.counters import Counters

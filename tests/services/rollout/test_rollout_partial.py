@@ -12,11 +12,11 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
-from gspo_core.endings import TurnTally
 from gspo_core.env import Environment, EnvironmentFailed
+from gspo_core.episode_limits import TurnTally
 from gspo_core.types import EpisodeKey, Segment, StopReason
+from services.episodes.history import MAX_WORLD_BYTES, WorldSnapshot
 from services.episodes.policy import Drained, Interrupted, Sampled
-from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
 from services.state.queue import LeasedEpisode, Snapshot
 from services.workers.episode import Episode
 from services.workers.quarantine import MOST_FAILURES, Quarantine

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.workers.shares import Want, divide
+from services.workers.worker import Want, divide
 
 WANTS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=2),

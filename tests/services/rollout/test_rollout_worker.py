@@ -32,14 +32,13 @@ from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.http_engine import open_http
 from services.engines.sglang import EngineClient
-from services.hosts.local import LocalHosts
-from services.hosts.policy import WallPolicy
+from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.session import HostedEnvironment
 from services.hosts.venv import Interpreters
+from services.process.cancelling import first_to_end
 from services.process.children import die_with_parent
-from services.process.first_to_end import first_to_end
 from services.process.ports import free_port
-from services.rollout.driver import EnvironmentDriver
+from services.rollout.attempt import EnvironmentDriver
 from services.state.queue import Append, Bus, Kept
 from services.state.queue_records import Stage as EpisodeStage
 from services.state.server import RedisServer, connect

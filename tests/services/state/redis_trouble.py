@@ -12,8 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from services.state.away import AwayReason
-from services.state.client import RedisClient, connect
+from services.state.client import AwayReason, RedisClient, connect
 from services.state.server import RedisServer
 
 REAL = (

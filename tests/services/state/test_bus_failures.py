@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from gspo_core.types import EpisodeKey, Split
-from services.state.away import Away
+from services.state.client import Away
 from services.state.functions import Functions
 from services.state.keys import job_key, service_key, service_keys
 from services.state.leases import BeatWatch

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.state import first_contact as contact
-from services.state.away import Away, AwayReason, RedisFault
-from services.state.client import RedisClient
-from services.state.first_contact import first_contact
+from services.state import retry as contact
+from services.state.client import Away, AwayReason, RedisClient, RedisFault
+from services.state.retry import first_contact
 from services.state.server import RedisServer
 from tests.patience import HANG_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.engines.protocol import EngineInfo
-from services.state.away import Away
+from services.state.client import Away
 from services.state.engine_beats import Ask
 from services.state.engine_sightings import Sighting
 from services.state.heard_engines import FRESH_S, HeardEngines, seldom_asked

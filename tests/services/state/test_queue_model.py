@@ -18,7 +18,7 @@ from redis import Redis
 
 from gspo_core.types import EpisodeKey, Split
 from services.state import functions
-from services.state.away import RedisFault
+from services.state.client import RedisFault
 from services.state.queue import Bus
 from services.state.queue_records import Append, Kept, PostedReward, Snapshot, Stage
 from services.state.refusals import Refused

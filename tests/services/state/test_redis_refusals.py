@@ -21,8 +21,18 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from services.api.http.unavailable import unavailable
 from services.episodes.counters import Counters
-from services.state.away import Away, AwayReason, CredentialsRefused, NotPermitted, OutOfMemory, RedisFault, translate
-from services.state.client import MAX_BLOCK_MS, RedisClient, connect
+from services.state.client import (
+    MAX_BLOCK_MS,
+    Away,
+    AwayReason,
+    CredentialsRefused,
+    NotPermitted,
+    OutOfMemory,
+    RedisClient,
+    RedisFault,
+    connect,
+    translate,
+)
 from services.state.queue import Bus, Fenced
 from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, JobStatus, Store

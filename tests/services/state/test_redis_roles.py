@@ -23,13 +23,12 @@ from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobsDir
 from services.gateway.forgetting import forget
-from services.state.away import CredentialsRefused, NotPermitted
 from services.state.child import RedisChild
-from services.state.client import connect
-from services.state.drains import Drains
+from services.state.client import CredentialsRefused, NotPermitted, connect
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.state.functions import Functions, functions_there, library
 from services.state.loans import Loans
+from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Append, Bus, Snapshot
 from services.state.refusals import Fenced
 from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, main
@@ -37,7 +36,6 @@ from services.state.server import RedisServer
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Claim, Store
 from services.state.talks import Talks, TrafficRetention
-from services.state.worker_requests import WorkerRequests
 from tests.patience import HANG_S
 
 pytestmark = pytest.mark.every_server

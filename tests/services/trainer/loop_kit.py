@@ -30,7 +30,7 @@ from gspo_core.codec import encode
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from gspo_core.types import Outcome, Segment, StopReason
-from services.engines.errors import EngineError
+from services.engines.protocol import EngineError
 from services.engines.sglang import EngineClient
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore

@@ -13,7 +13,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.job_dir import JobDir
-from services.state.away import AwayReason, OutOfMemory
+from services.state.client import AwayReason, OutOfMemory
 from services.state.fleet_records import EngineRecord, TrainerRecord
 from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store

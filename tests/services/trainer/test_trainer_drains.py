@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.process.cancelling import cancel_all
-from services.state.drains import Drains
+from services.state.process_requests import Drains
 from services.trainer.past import recovery
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def loop(
     redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Loop]:
-    monkeypatch.setattr("services.state.drains.LOOK_S", 0.01)
+    monkeypatch.setattr("services.state.process_requests.DRAIN_LOOK_S", 0.01)
     spec = loop_spec(model_dir, steps=STEPS, checkpoint_every=100)
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
         yield loop

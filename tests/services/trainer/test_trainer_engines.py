@@ -21,8 +21,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.versions import WeightsManifest
-from services.engines.errors import EngineRejected
-from services.engines.protocol import Engine, Generation, info_calls
+from services.engines.protocol import Engine, EngineRejected, Generation, info_calls
 from services.engines.sglang import EngineClient
 from services.engines.weight_group import WeightGroup
 from services.files.job_dir import JobDir

@@ -15,7 +15,7 @@ from gspo_core.versions import StepReport, WeightFile, WeightsManifest
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords
 from services.state.keys import job_key
-from services.state.metrics import MetricSeries
+from services.state.reports import MetricSeries
 from services.state.store import Claim, Fenced, Store
 from services.trainer.past.recovery import version_of
 from services.trainer.run import JobRun

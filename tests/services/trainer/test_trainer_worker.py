@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from gspo_core.learner import UnsupportedModel
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
-from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
+from services.state.client import Away, AwayReason, OutOfMemory, RedisFault
 from services.state.job_table import JobTable
 from services.state.jobs import HANDED_OVER, JobRecord
 from services.state.keys import job_key
@@ -161,7 +161,7 @@ async def test_what_passes_never_fails_a_job_however_often_it_comes(
     redis_client: Redis, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is free again as soon as that can be said, and no attempt counts."""
-    monkeypatch.setattr("services.process.first_to_end.CLEANING_UP_S", 0.2)
+    monkeypatch.setattr("services.process.cancelling.CLEANING_UP_S", 0.2)
     store = Store(redis_client, max_attempts=2)
     await store.load_functions()
     for number in range(4):
@@ -180,7 +180,7 @@ async def test_what_passes_never_fails_a_job_however_often_it_comes(
 async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.process.first_to_end.CLEANING_UP_S", 0.2)
+    monkeypatch.setattr("services.process.cancelling.CLEANING_UP_S", 0.2)
 
     class Once(JobTable):
         """The first release gets no reply."""

@@ -1,28 +1,62 @@
-"""The API's requests to rollout workers, since the API runs no environment code itself: an order, an answer.
+"""What processes are asked through Redis: any of them to leave, a rollout worker to carry out an order and answer.
 
-The rule: one worker takes a request, any or the one that it names, and the request dies with it; the asker learns that
-no answer came and may ask again, since requests are safe to repeat. The next asker removes requests that have outlived
-their asker's wait.
+The rules: a wish that a process leaves names it by its never reused id and stays until that process has seen it, so
+asking twice equals asking once. A rollout worker then stops taking episodes, hands back those it holds, and exits; a
+trainer finishes and saves its current step, hands its job back, and exits.
+One worker takes an order, any or the one that it names, and the order dies with it; the asker learns that no answer
+came and may ask again, since orders are safe to repeat. The next asker removes orders that have outlived their asker's
+wait. They come from the API, which runs no environment code itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.state.client import MAX_BLOCK_MS, RedisClient
+from services.state.client import MAX_BLOCK_MS, Away, RedisClient
 from services.state.keys import service_key
 
+DRAIN_LOOK_S = 2.0
+_WISHES = service_key("drains")
 # A stream of orders, the worker that took each, and the answers.
 _ORDERS, _CLAIMS, _ANSWERS = (service_key(name) for name in ("errands", "errand_claims", "errand_answers"))
+# Of an asker, for the answer.
 LOOK_S = 0.05
 # The longest a live worker takes to pick up a waiting order.
 TAKEN_WITHIN_S = 10.0
 MAX_AGE_MS = 15 * 60 * 1000
 MAX_OPEN = 256
+
+
+class Drains:
+    def __init__(self, redis: RedisClient) -> None:
+        # Replies are bytes; the client's types allow for more.
+        self._redis: Any = redis
+
+    async def ask(self, process: str) -> None:
+        await self._redis.hset(_WISHES, process, 1)
+
+    async def is_asked(self, process: str) -> bool:
+        return bool(await self._redis.hexists(_WISHES, process))
+
+    async def all_asked(self) -> set[str]:
+        """Processes that have not seen their request yet."""
+        return {process.decode() for process in await self._redis.hkeys(_WISHES)}
+
+    async def wait(self, process: str, stop: asyncio.Event) -> None:
+        """Set ``stop`` when the process is asked to leave. No request can arrive while Redis is away."""
+        while True:
+            with contextlib.suppress(Away):
+                if await self.is_asked(process):
+                    break
+            await asyncio.sleep(DRAIN_LOOK_S)
+        stop.set()
+        with contextlib.suppress(Away):
+            await self._redis.hdel(_WISHES, process)
 
 
 class NoWorkerThere(Exception):

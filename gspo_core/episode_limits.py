@@ -1,17 +1,21 @@
-"""When an episode ends, and which rewards follow from its end alone.
+"""What the limits of an episode do: when it ends, which rewards follow from that alone, how much it is shown.
 
 Rule: an episode that the policy broke gets the reward for that, whatever its turns paid before; a truncated one is
 scored or not, as its limits say. No reward is made up for an environment that fails: that is an error.
 A tally is plain numbers, kept with the world, so that an episode that moves is judged like one that stayed.
+A mark in the text says where an observation was cut and how much is missing. The cut depends on the text alone, so a
+replayed episode is cut alike. The first prompt is never cut: a task that does not fit the context is for its author to
+shorten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from gspo_core.messages import ParsedTurn
+from gspo_core.messages import Message, ParsedTurn
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import StopReason
 
@@ -28,6 +32,8 @@ TRUNCATED = frozenset(
 PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
 """The policy's own action broke its session, so it cannot be scored. It is an outcome all the same, else crashing would
 be an escape; rewards of earlier turns do not count."""
+# Of what is kept, the share that is taken from the beginning; the rest is the end, where results and errors often are.
+_HEAD = 0.75
 
 
 def settled_reward(stop: StopReason, *, on_truncation: Literal["score", "zero"], broken_reward: float) -> float | None:
@@ -61,3 +67,30 @@ class TurnTally(msgspec.Struct):
         if self.consecutive_parse_errors > limits.on_parse_error.feedback:
             return StopReason.PARSE_ERROR
         return StopReason.MAX_TOOL_CALLS if self.num_calls > limits.max_tool_calls else None
+
+
+def within(messages: Sequence[Message], most_chars: int) -> tuple[list[Message], int]:
+    """The messages with at most so many characters of text each, and how many of them were cut."""
+    cut = [_message(message, most_chars) for message in messages]
+    return [message for message, _ in cut], sum(was_cut for _, was_cut in cut)
+
+
+def _message(message: Message, most_chars: int) -> tuple[Message, bool]:
+    content = message.get("content")
+    if content is None:
+        return message, False
+    if isinstance(content, str):
+        if len(content) <= most_chars:
+            return message, False
+        return {**message, "content": _text(content, most_chars)}, True
+    text = "".join(part.get("text", "") for part in content)
+    if len(text) <= most_chars:
+        return message, False
+    others = [part for part in content if not part.get("text")]
+    return {**message, "content": [{"type": "text", "text": _text(text, most_chars)}, *others]}, True
+
+
+def _text(text: str, most_chars: int) -> str:
+    head = int(_HEAD * most_chars)
+    tail = most_chars - head
+    return f"{text[:head]}\n[... {len(text) - most_chars} characters left out ...]\n{text[len(text) - tail :]}"
