@@ -28,7 +28,7 @@ NAMES_WITH_SEVERAL_MEANINGS = 0
 # Written from the API's document, so it defines nothing: a name that it shares with a model has that model's meaning.
 GENERATED = {"gspo_core.api_answers"}
 FOLDER_CYCLES = 0
-LOADED = {"api": 131, "trainer": 97, "rollout": 115, "engine": 38, "trainer's attempt": 14}
+LOADED = {"api": 132, "trainer": 97, "rollout": 115, "engine": 38, "trainer's attempt": 14}
 """Modules of ours that a process loads at its start."""
 
 # Computing asks nobody: these start programs, wait for them, or talk to whoever sits before a terminal.
