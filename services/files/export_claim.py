@@ -13,8 +13,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from services.files.durable import make_directory
-
 BEAT_S = 5.0
 STALE_S = 30.0
 MOST_CHARS = 4000
@@ -48,7 +46,7 @@ class ExportClaim:
         """Whether it is this one's now. Raises OSError."""
         if self.is_held:
             return False
-        make_directory(self._held.parent)
+        self._held.parent.mkdir(exist_ok=True)  # not the job's: it may have been removed
         self._held.unlink(missing_ok=True)
         try:
             with self._held.open("x") as file:
@@ -67,7 +65,7 @@ class ExportClaim:
     def leave(self, failure: str | None = None) -> None:
         """Give up the claim; ``failure``: why nothing was written. Raises OSError."""
         if failure is not None:
-            make_directory(self._failed.parent)
+            self._failed.parent.mkdir(exist_ok=True)
             self._failed.write_text(failure[:MOST_CHARS])
         with contextlib.suppress(FileNotFoundError):
             if self._held.read_text() == self._token:

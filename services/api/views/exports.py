@@ -72,10 +72,11 @@ class Exports:
             failure = str(error)
         finally:
             try:
-                claim.leave(failure)
+                await asyncio.to_thread(claim.leave, failure)
             except OSError:  # its claim becomes stale
                 self._unwritten |= {path: failure} if failure else {}
-            self._running.pop(path, None)
+            finally:
+                self._running.pop(path, None)
 
 
 async def _taken(claim: ExportClaim, path: Path) -> bool:

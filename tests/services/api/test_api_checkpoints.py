@@ -196,6 +196,26 @@ async def test_an_export_whose_process_was_killed_is_begun_again(
     assert [one.name for one in export.parent.iterdir()] == [export.name]
 
 
+async def test_an_export_of_a_job_that_was_removed_meanwhile_leaves_nothing(
+    http: httpx.AsyncClient, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path / "jobs", job, 10)
+    has_ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def export(job_dir: JobDir, *_: object) -> None:
+        shutil.rmtree(job_dir.path)
+        loop.call_soon_threadsafe(has_ended.set)
+        raise ExportFailed("its files are gone")
+
+    monkeypatch.setattr("services.files.export.export_checkpoint", export)
+    await http.post(f"/v1/checkpoints/{job}/1/10/export")
+    await has_ended.wait()
+    while any(task.get_name().startswith("export ") for task in asyncio.all_tasks()):
+        await asyncio.sleep(0.01)
+    assert not (tmp_path / "jobs" / job).exists()
+
+
 def test_a_claim_is_its_holders_until_it_is_stale(tmp_path: Path):
     now = [1000.0]
     first, second = (ExportClaim(tmp_path / "exports" / "one", lambda: now[0]) for _ in range(2))
