@@ -16,7 +16,7 @@ from gspo_core.cli.terminal import plain
 from gspo_core.client import ApiError, Unreachable
 
 API_AWAY = os.EX_TEMPFAIL
-_LATER = frozenset({408, 409, 425, 429})
+_LATER = frozenset({408, 425, 429, 502, 503, 504})
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
 
 def _may_pass(cause: BaseException | None) -> bool:
     if isinstance(cause, ApiError):
-        return cause.status >= 500 or cause.status in _LATER
+        return cause.status in _LATER or cause.code == "in_progress"
     return isinstance(cause, Unreachable)
 
 

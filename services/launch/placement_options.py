@@ -104,7 +104,8 @@ def add_whole(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", required=True, help="directory that all nodes share")
     parser.add_argument("--model", required=True, help="model that the engines start with, on every node")
     parser.add_argument("--job", metavar="FILE", help="submit this job; all ends with it")
-    parser.add_argument("--key", help="the job's idempotency key (default: a fresh one)")
+    said = "the job's idempotency key (default: a fresh one; of a Slurm script that is written again, its own)"
+    parser.add_argument("--key", help=said)
     add_counts(parser)
     add_engine(parser)
     add_cluster(parser)

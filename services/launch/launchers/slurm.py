@@ -8,6 +8,7 @@ under its own idempotency key, so the job resumes too. What the script runs is `
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import shlex
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     project, python = _what_runs(arguments)
     script = _SCRIPT.format(
         directives="\n".join(directives),
-        plan="\n".join(f"# {line.strip()}" for line in plan.splitlines()),
+        plan="\n".join([*(f"# {line.strip()}" for line in plan.splitlines()), *_job_line(arguments)]),
         project=shlex.quote(project),
         python=shlex.quote(python),
         words=" \\\n  ".join(shlex.join(words) for words in _passed_on(arguments)),
@@ -227,11 +228,22 @@ def _kept_key(arguments: argparse.Namespace) -> str | None:
         return None
     found = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
     same = {"--data-dir": os.path.abspath(arguments.data_dir), "--job": os.path.abspath(arguments.job)}
-    key = found.get("--key")
-    if key is None or any(found.get(name) != value for name, value in same.items()):
+    key, is_as_it_was = found.get("--key"), _job_line(arguments)[0] in text.splitlines()
+    if key is None or not is_as_it_was or any(found.get(name) != value for name, value in same.items()):
         return None
     print(f"{arguments.output} keeps its key, and so its job; for another one give --key", file=sys.stderr)
     return key
+
+
+def _job_line(arguments: argparse.Namespace) -> list[str]:
+    """What the job file holds: under its key another job would be refused."""
+    if not arguments.job:
+        return []
+    try:
+        digest = hashlib.sha256(Path(arguments.job).read_bytes()).hexdigest()
+    except OSError:  # it may be written later, so nothing is known to be the same
+        digest = uuid.uuid4().hex
+    return [f"# The job file when this was written: {digest}"]
 
 
 _SCRIPT = r"""#!/bin/bash

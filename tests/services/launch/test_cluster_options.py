@@ -121,6 +121,7 @@ def test_a_script_that_is_written_again_keeps_the_key_of_its_job(
         [found] = re.findall(r"--key=(\S+)", output.read_text())
         return str(found)
 
+    (tmp_path / "job.yaml").write_text("steps: 1")
     first = key()
     assert "keeps its key" not in capsys.readouterr().err
     assert key("--nodes", "2") == first
@@ -129,6 +130,8 @@ def test_a_script_that_is_written_again_keeps_the_key_of_its_job(
     assert key() == "mine"
     others = [key(job="other.yaml"), key(data_dir="other"), key()]
     assert len({first, "mine", *others}) == 5
+    (tmp_path / "job.yaml").write_text("steps: 2")
+    assert key() not in others  # which would be refused as another job of that key
     output.write_bytes(b"\xff not a script of ours: '")
     assert key() not in others
 

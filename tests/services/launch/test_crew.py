@@ -251,6 +251,16 @@ class _IsBroken(_Refuses):
     status = 500
 
 
+class _IsAnotherJobs(_Refuses):
+    """Nearly every 409 is final: of a key that another job has, of a step that is not kept."""
+
+    status = 409
+
+
+class _IsLoading(_Refuses):
+    status = 503
+
+
 def test_a_follower_tells_an_api_that_is_away_from_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "job.json"
     file.write_text('{"model": "m", "environments": [{"ref": "a:B"}]}')
@@ -259,7 +269,7 @@ def test_a_follower_tells_an_api_that_is_away_from_a_refusal(tmp_path: Path, mon
         monkeypatch.setattr(sys, "argv", ["follower", str(file), "--key=mine", "--url", url])
         return follower.main()
 
-    for answers, expected in ((_Refuses, 1), (_IsBroken, follower.API_AWAY)):
+    for answers, expected in ((_Refuses, 1), (_IsBroken, 1), (_IsAnotherJobs, 1), (_IsLoading, follower.API_AWAY)):
         with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
             Thread(target=server.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{server.server_port}"
