@@ -148,6 +148,13 @@ async def shown(http: httpx.AsyncClient, where: str, status: str) -> dict[str, A
             await asyncio.sleep(0.01)
 
 
+async def none_is_under_way() -> None:
+    """What an export leaves is there once its task is over, a moment after its directory."""
+    async with asyncio.timeout(HANG_S):
+        while any(task.get_name().startswith("export ") for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("why", ["", "no room"])
 async def test_every_process_of_the_api_knows_what_another_exports(
     http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -193,6 +200,7 @@ async def test_an_export_whose_process_was_killed_is_begun_again(
     assert (await http.get(where)).json()["export"]["status"] == "exporting"
     await http.post(f"{where}/export")
     await shown(http, where, "ready")
+    await none_is_under_way()
     assert [one.name for one in export.parent.iterdir()] == [export.name]
 
 
@@ -211,8 +219,7 @@ async def test_an_export_of_a_job_that_was_removed_meanwhile_leaves_nothing(
     monkeypatch.setattr("services.files.export.export_checkpoint", export)
     await http.post(f"/v1/checkpoints/{job}/1/10/export")
     await has_ended.wait()
-    while any(task.get_name().startswith("export ") for task in asyncio.all_tasks()):
-        await asyncio.sleep(0.01)
+    await none_is_under_way()
     assert not (tmp_path / "jobs" / job).exists()
 
 
