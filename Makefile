@@ -131,7 +131,7 @@ test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client driv
 # What agents are written with, each in an environment of its own.
 AGENTS := .make/agents
 
-NEEDS_openai := openai==3.52.0
+NEEDS_openai := 'openai[aiohttp]==3.52.0'
 NEEDS_anthropic := anthropic==2.12.0
 NEEDS_google-genai := google-genai==3.6.1
 NEEDS_openai-agents := openai-agents==0.24.0 openai==3.54.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterable
 from typing import Any
 
 import openai
 
-from examples.agent.service import CALCULATE, Episodes, Service, calculated, make_client
+from examples.agent.service import CALCULATE, Episodes, calculated, serve
 
 
 class Broke(Exception):
@@ -21,20 +21,17 @@ class Broke(Exception):
 
 
 class Streaming(Episodes):
-    def _answer(self, client: openai.OpenAI, start: dict[str, Any]) -> str:
-        try:
-            return answer(client, start["task"]["expression"])
-        except openai.BadRequestError:  # beyond a limit of the episode
-            return ""
+    async def answer(self, client: openai.AsyncOpenAI, expression: str) -> str:
+        return await answer(client, expression)
 
 
-def answer(client: openai.OpenAI, expression: str) -> str:
+async def answer(client: openai.AsyncOpenAI, expression: str) -> str:
     messages: list[Any] = [
         {"role": "system", "content": "Use the calculator. Then answer with the number only."},
         {"role": "user", "content": f"What is {expression}?"},
     ]
     while True:
-        said = ask(client, messages)
+        said = await ask(client, messages)
         messages.append(said)
         if not said.get("tool_calls"):
             return said["content"] or ""
@@ -43,27 +40,27 @@ def answer(client: openai.OpenAI, expression: str) -> str:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
-def ask(client: openai.OpenAI, messages: list[Any]) -> dict[str, Any]:
+async def ask(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
     key = {"Idempotency-Key": uuid.uuid4().hex}
     while True:
-        stream = client.chat.completions.create(
+        stream = await client.chat.completions.create(
             model="policy", messages=messages, tools=[CALCULATE], stream=True, extra_headers=key
         )
         try:
-            return together(stream)
+            return await together(stream)
         except openai.APIStatusError:
             raise
         except (openai.APIError, OSError, Broke):
             continue
         except Exception as error:
             # Of the package's own HTTP client, whose name is not promised.
-            if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2"):
+            if type(error).__module__.partition(".")[0] not in ("aiohttp", "httpx", "httpx2"):
                 raise
 
 
-def together(stream: Iterable[Any]) -> dict[str, Any]:
+async def together(stream: AsyncIterable[Any]) -> dict[str, Any]:
     text, calls, is_whole = "", dict[int, Any](), False
-    for chunk in stream:
+    async for chunk in stream:
         for choice in chunk.choices:
             text += choice.delta.content or ""
             for piece in choice.delta.tool_calls or ():
@@ -82,7 +79,7 @@ def together(stream: Iterable[Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    Service(parser.parse_args().port, Streaming(make_client)).serve_forever()
+    serve(Streaming(), parser.parse_args().port)
 
 
 if __name__ == "__main__":

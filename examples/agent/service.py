@@ -1,24 +1,20 @@
 """The agent of this folder as a service of its own, written with the `openai` package: it knows nothing of training.
 
+    pip install 'openai[aiohttp]'
     python -m examples.agent.service --port 9000
 
-It needs `openai` and nothing of ours but the calculator, which is its tool. An episode is played once, however often
-its start is sent: who sends it again is given the same end. `examples/agent/job_service.yaml` names it by its URL.
+It needs nothing of ours but the calculator, which is its tool. An episode is played once, however often its start is
+sent: who sends it again is given the same end. `examples/agent/job_service.yaml` names it by its URL.
 """
 
 import argparse
-import contextlib
-import functools
+import asyncio
 import json
-import ssl
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
+from aiohttp import web
 
 from environments.calculator import evaluate
 
@@ -38,18 +34,19 @@ CALCULATE: Any = {
 }
 
 
-def answer(client: openai.OpenAI, expression: str) -> str:
+async def answer(client: openai.AsyncOpenAI, expression: str) -> str:
     """The whole agent: it asks, calculates where it is told to, and ends with what is left to say."""
     messages: list[Any] = [
         {"role": "system", "content": "Use the calculator. Then answer with the number only."},
         {"role": "user", "content": f"What is {expression}?"},
     ]
     while True:
-        said = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE]).choices[0].message
-        messages.append(said)
-        if not said.tool_calls:
-            return said.content or ""
-        for call in said.tool_calls:
+        said = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE])
+        message = said.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": calculated(call.function.arguments)})
 
 
@@ -60,110 +57,57 @@ def calculated(arguments: str) -> str:
         return f"error: {error}"
 
 
-class Clients:
-    """One for each episode of the moment: threads that share one wait for each other's turn at its connections."""
-
-    def __init__(self, make: Callable[[], openai.OpenAI]) -> None:
-        self._make = make
-        self._free = deque[openai.OpenAI]()
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[openai.OpenAI]:
-        try:
-            client = self._free.pop()
-        except IndexError:
-            client = self._make()
-        try:
-            yield client
-        finally:
-            self._free.append(client)
-
-
 class Episodes:
-    """Each is played by whoever asks for it first; the others wait for its end."""
+    """Each is played when it is first asked for; who asks for it again waits for the same end."""
 
-    def __init__(self, make_client: Callable[[], openai.OpenAI]) -> None:
-        """``make_client``: their connections are kept; each episode has an address and a key of its own."""
-        self._clients = Clients(make_client)
-        self._ends: dict[str, Future[str]] = {}
-        self._starting = threading.Lock()
+    _client: openai.AsyncOpenAI
 
-    def play(self, name: str, start: dict[str, Any]) -> str:
-        with self._starting:
-            end = self._ends.get(name)
-            is_first = end is None
-            if end is None:
-                end = self._ends[name] = Future()
-        if is_first:
-            _settle(end, lambda: self._play(start))
-        return end.result()
+    def __init__(self) -> None:
+        self._ends: dict[str, asyncio.Task[str]] = {}
 
-    def _play(self, start: dict[str, Any]) -> str:
-        with self._clients.one() as client:
-            return self._answer(client.with_options(base_url=start["base_url"], api_key=start["api_key"]), start)
+    async def open(self, _: web.Application) -> AsyncIterator[None]:
+        """One client for all: its connections are kept, and each episode has an address and a key of its own."""
+        http = openai.DefaultAioHttpClient()
+        async with openai.AsyncOpenAI(
+            base_url="http://unused", api_key="unused", max_retries=MAX_RETRIES, http_client=http
+        ) as self._client:
+            yield
 
-    def _answer(self, client: openai.OpenAI, start: dict[str, Any]) -> str:
+    async def start(self, request: web.Request) -> web.Response:
         try:
-            return answer(client, start["task"]["expression"])
+            said = await self.end_of(request.headers["Idempotency-Key"], await request.json())
+        except openai.APIError as error:
+            return web.json_response({"error": str(error)}, status=500)
+        return web.json_response({"answer": said})
+
+    async def end_of(self, name: str, start: dict[str, Any]) -> str:
+        if name not in self._ends:
+            self._ends[name] = asyncio.create_task(self.play(start))
+        return await asyncio.shield(self._ends[name])  # it is played on where who asked goes away
+
+    async def play(self, start: dict[str, Any]) -> str:
+        client = self._client.with_options(base_url=start["base_url"], api_key=start["api_key"])
+        try:
+            return await self.answer(client, start["task"]["expression"])
         except openai.BadRequestError:  # beyond a limit of the episode
             return ""
 
-
-def _settle(end: Future[str], play: Callable[[], str]) -> None:
-    try:
-        end.set_result(play())
-    except Exception as error:
-        end.set_exception(error)
+    async def answer(self, client: openai.AsyncOpenAI, expression: str) -> str:
+        return await answer(client, expression)
 
 
-class Service(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, port: int, episodes: Episodes) -> None:
-        super().__init__(("127.0.0.1", port), Start)
-        self.episodes = episodes
-
-
-class Start(BaseHTTPRequestHandler):
-    server: Service
-    protocol_version = "HTTP/1.1"  # whoever starts episodes keeps the connection
-    wbufsize = -1  # an answer leaves as one
-
-    def do_POST(self) -> None:
-        start = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        try:
-            status, said = 200, {"answer": self.server.episodes.play(self.headers["Idempotency-Key"], start)}
-        except openai.APIError as error:
-            status, said = 500, {"error": str(error)}
-        body = json.dumps(said).encode()
-        with contextlib.suppress(ConnectionError):  # who asked is gone, and asks again
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            self.wfile.flush()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
-
-
-def make_client() -> openai.OpenAI:
-    http = openai.DefaultHttpxClient(verify=certificates())
-    return openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=MAX_RETRIES, http_client=http)
-
-
-@functools.cache
-def certificates() -> ssl.SSLContext:
-    """Those of the system, read once: that takes longer than a small turn."""
-    return ssl.create_default_context()
+def serve(episodes: Episodes, port: int, *, handle_signals: bool = True) -> None:
+    service = web.Application()
+    service.router.add_post("/", episodes.start)
+    service.cleanup_ctx.append(episodes.open)
+    how = {"handle_signals": handle_signals, "shutdown_timeout": 1.0, "print": None, "access_log": None}
+    web.run_app(service, host="127.0.0.1", port=port, **how)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.agent.service")
     parser.add_argument("--port", type=int, default=9000)
-    Service(parser.parse_args().port, Episodes(make_client)).serve_forever()
+    serve(Episodes(), parser.parse_args().port)
 
 
 if __name__ == "__main__":
