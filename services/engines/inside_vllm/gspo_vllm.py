@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 Shapes = dict[str, list[int]]
 _MAX_HEADER_BYTES = 100_000_000
+_HEAD = "lm_head.weight"
+"""Some checkpoints have it although their model reads the embedding in its place. Trainers publish one of the two."""
 
 
 class _Config(Protocol):
     model: str
+    hf_text_config: Any
 
 
 class _Model(Protocol):
@@ -54,7 +57,8 @@ class WeightsFromFolder:
             if self.gspo_shapes is None:
                 start = Path(self.model_config.model)  # or a name of the hub, which the first folder stands for
                 self.gspo_shapes = shapes_in(start) if start.is_dir() else found
-            problem = difference(self.gspo_shapes, found)
+            is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            problem = difference(self.gspo_shapes, found, ignored=(_HEAD,) if is_tied else ())
         except (OSError, ValueError, KeyError) as error:
             problem = f"cannot be read: {error}"
         if problem:
@@ -64,9 +68,9 @@ class WeightsFromFolder:
         return {"refused": ""}
 
 
-def difference(ours: Shapes, found: Shapes) -> str:
+def difference(ours: Shapes, found: Shapes, ignored: Collection[str] = ()) -> str:
     """The first tensor in which they differ, in words; empty if there is none."""
-    for name in sorted(ours.keys() | found.keys()):
+    for name in sorted((ours.keys() | found.keys()).difference(ignored)):
         if ours.get(name) != found.get(name):
             return f"has {name} {found.get(name)}, the engine's model {ours.get(name)}"
     return ""

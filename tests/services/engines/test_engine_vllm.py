@@ -282,9 +282,9 @@ class ParallelLMHead:
 class Worker(WeightsFromFolder):
     """As much of vLLM's as the extension calls."""
 
-    def __init__(self, model: Path) -> None:
-        self.model_config = self
-        self.model = str(model)
+    def __init__(self, model: Path, *, is_tied: bool = False) -> None:
+        self.model_config = self.hf_text_config = self
+        self.model, self.tie_word_embeddings = str(model), is_tied
         self.done: list[str] = []
 
     def get_model(self) -> Any:
@@ -311,6 +311,17 @@ def test_a_folder_with_other_tensors_is_refused_before_anything_is_replaced(
     worker = Worker(write_model(tmp_path / "start", {"a": [2, 3]}))
     assert "the engine's model" in worker.gspo_load(str(write_model(tmp_path / "new", shapes)))["refused"]
     assert worker.done == []
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_that_the_model_does_not_read_need_not_be_published(is_tied: bool, tmp_path: Path) -> None:
+    """Some checkpoints of tied models have it nevertheless."""
+    embedding = {"model.embed_tokens.weight": [3, 2]}
+    worker = Worker(write_model(tmp_path / "start", embedding | {"lm_head.weight": [3, 2]}), is_tied=is_tied)
+    published = write_model(tmp_path / "new", embedding)
+    refused = worker.gspo_load(str(published))["refused"]
+    assert (refused == "", worker.done != []) == (is_tied, is_tied)
+    assert is_tied or "lm_head.weight" in refused
 
 
 @pytest.mark.parametrize(
