@@ -65,10 +65,11 @@ class HermesCodec:
         reasons: bool = False,
         empty_thought: bool = False,
         thinking: Literal["keep", "template"] = "keep",
+        stop_ids: Sequence[int] = (),
     ) -> None:
         """The first three come from ``HermesStyle``. ``thinking``: on a new question, ``keep`` continues after
         everything sampled; ``template`` removes earlier reasoning, as the model's template does, which starts a new
-        branch."""
+        branch. ``stop_ids`` end a turn in addition to the format's own."""
         self.tokenizer = tokenizer
         self.style = HermesStyle(default_system, reasons, empty_thought)
         self._strips_thinking = thinking == "template" and reasons and not empty_thought
@@ -79,7 +80,8 @@ class HermesCodec:
         self._tools_footer = self._written(TOOLS_FOOTER, _ANY_TAG)
         self._answer_opening = ["assistant\n", *(self._written(_NO_THOUGHT, _ANY_TAG) if empty_thought else ())]
         end_of_text = tokenizer.token_id("<|endoftext|>")
-        self.stop_ids: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
+        own_ends = (self._end,) if end_of_text is None else (self._end, end_of_text)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own_ends, *stop_ids)))
         """Ids of the tokens that end a turn, for the engine. The sampled one belongs to the turn."""
         self._turn_reader = TurnReader(tokenizer, self.stop_ids, TaggedCalls(tokenizer, read_hermes, open_hermes))
         if (reasons or empty_thought) and None in (self._turn_reader.think, self._turn_reader.think_end):

@@ -108,8 +108,9 @@ def load_codec(
         if format == "template":
             raise UnsuitableChat(f"chat.format is template, but {model_dir} has no chat template")
         return _without_template(tokenizer, model_dir, thinking, given)
+    ends = _model_ends(model_dir)
     try:
-        native = None if format == "template" else _native(tokenizer, template, given, thinking)
+        native = None if format == "template" else _native(tokenizer, template, given, thinking, ends)
         if native is not None:
             return native
         if format == "hermes":
@@ -118,9 +119,7 @@ def load_codec(
                 "leave the key out to follow the template"
             )
         reader = _call_reader(tokenizer, template, calls)
-        return TemplateCodec(
-            tokenizer, template, reader, thinking=thinking, variables=given, stop_ids=_model_ends(model_dir)
-        )
+        return TemplateCodec(tokenizer, template, reader, thinking=thinking, variables=given, stop_ids=ends)
     except TemplateRefused as error:
         raise UnsuitableChat(f"the chat template of {model_dir} cannot be used: {error}") from error
 
@@ -134,11 +133,12 @@ def _without_template(
             f"{model_dir} has no chat template, and its tokenizer lacks {', '.join(missing)} of the ChatML/Hermes "
             "format: put the model's template there as chat_template.jinja"
         )
-    return HermesCodec(tokenizer, thinking=thinking, empty_thought=variables.get("enable_thinking") is False)
+    empty_thought, ends = variables.get("enable_thinking") is False, _model_ends(model_dir)
+    return HermesCodec(tokenizer, thinking=thinking, empty_thought=empty_thought, stop_ids=ends)
 
 
 def _native(
-    tokenizer: Tokenizer, template: str, variables: Mapping[str, JSON], thinking: Thinking
+    tokenizer: Tokenizer, template: str, variables: Mapping[str, JSON], thinking: Thinking, ends: Sequence[int]
 ) -> HermesCodec | None:
     """The hand-written codec in the variant that matches the template, if any."""
     if any(tokenizer.token_id(token) is None for token in _CHATML):
@@ -153,6 +153,7 @@ def _native(
                 reasons=reasons,
                 empty_thought=empty_thought,
                 thinking=thinking,
+                stop_ids=ends,
             )
         except UnsuitableTokenizer:  # no think tokens
             continue

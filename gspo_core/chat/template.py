@@ -210,8 +210,10 @@ class TemplateCodec:
         if not self._says_the_same(self._encode(written, defused), sampled_ids, tools):
             return ForkReason.TURN_REWRITTEN
         ids = self._encode(following, defused)
+        if not stops:
+            return [*self._turn_reader.end_of_open_thought(sampled_ids), *ids]
         # A turn that was ended needs no second end; what opens the next message is one only where it is that message's.
-        is_there = bool(stops) and (self._ends.are_closing or sampled_ids[-1] == ids[0])
+        is_there = self._ends.are_closing or sampled_ids[-1] == ids[0]
         return ids[1:] if is_there else ids
 
     def call_opening(self, name: str = "") -> list[int]:

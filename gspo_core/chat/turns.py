@@ -236,7 +236,8 @@ def _is_llama_attempt(text: str, names: Collection[str]) -> bool:
     if not isinstance(value, dict):
         return False
     inner = value.get("function")
-    if value.get("name") in names or (isinstance(inner, dict) and inner.get("name") in names):
+    named = [value.get("name"), inner.get("name") if isinstance(inner, dict) else None]
+    if any(isinstance(name, str) and name in names for name in named):
         return True
     if not any(isinstance(value.get(key), dict | str) for key in ("parameters", "arguments")):
         return False
@@ -261,20 +262,37 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
 def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, list[str]]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            parameters = cast("dict[str, JSON]", tool["function"].get("parameters", {}))  # as somebody wrote it
+            parameters = cast("dict[str, JSON]", tool["function"].get("parameters") or {})  # as somebody wrote it
             properties = parameters.get("properties")
-            return {key: _types_of(one) for key, one in properties.items()} if isinstance(properties, dict) else {}
+            found = properties.items() if isinstance(properties, dict) else ()
+            return {key: _types_of(one, parameters) for key, one in found}
     return {}
 
 
-def _types_of(schema: JSON) -> list[str]:
-    """Those that it names. What is no object names none: ``true`` is a schema too, which anything satisfies."""
+def _types_of(schema: JSON, whole: JSON, depth: int = 0) -> list[str]:
+    """Those that it names. What is no object names none: ``true`` is a schema too, which anything satisfies.
+
+    ``whole``: where its references lead. One that leads nowhere, or on and on, is taken for an object."""
     if not isinstance(schema, dict):
         return []
+    if "type" in schema:
+        return [one for one in _several(schema["type"]) if isinstance(one, str)]
+    if isinstance(reference := schema.get("$ref"), str):
+        found = _referenced(reference, whole) if depth < _MAX_DEPTH else None
+        return ["object"] if found is None else _types_of(found, whole, depth + 1)
+    for one in _several(schema.get("allOf")):
+        if types := _types_of(one, whole, depth):
+            return types
     choices = [one for name in ("anyOf", "oneOf") for one in _several(schema.get(name)) if isinstance(one, dict)]
-    if "type" in schema or not choices:
-        return [one for one in _several(schema.get("type")) if isinstance(one, str)]
-    return [name for one in choices for name in _types_of(one) or ["object"]]
+    return [name for one in choices for name in _types_of(one, whole, depth) or ["object"]]
+
+
+def _referenced(reference: str, whole: JSON) -> JSON:
+    """What a JSON pointer within the schema names; None where that is nothing."""
+    found = whole
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if reference.startswith("#/") else None
 
 
 def _several(value: JSON) -> list[JSON]:
@@ -283,9 +301,11 @@ def _several(value: JSON) -> list[JSON]:
 
 def _typed(text: str, types: Collection[str]) -> JSON:
     """The text as a value of the parameter's types, as far as they are known; itself if it does not convert."""
+    plain = text.strip()
+    if "null" in types and plain in ("null", "None"):
+        return None
     if not types or "string" in types:
         return text
-    plain = text.strip()
     if plain in _PYTHON_WORDS:  # templates write these in Python spelling
         return _PYTHON_WORDS[plain]
     try:
@@ -294,6 +314,8 @@ def _typed(text: str, types: Collection[str]) -> JSON:
         return text
 
 
+# References that lead to references.
+_MAX_DEPTH = 16
 _PYTHON_WORDS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
@@ -355,6 +377,11 @@ class TurnReader:
         if call and self.opens_thought and self.think_end is not None:
             return ("\n", self.think_end, "\n\n", *call)
         return call
+
+    def end_of_open_thought(self, sampled_ids: Sequence[int]) -> list[int]:
+        """The token that closes the reasoning where the turn broke off in it; empty elsewhere."""
+        is_open = self._split_thought(self._without_stop(sampled_ids), self.opens_thought)[2]
+        return [self.think_end] if is_open and self.think_end is not None else []
 
     def is_thinking(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], header_id: int) -> bool:
         """Whether a think block is open after these ids; ``header_id`` begins a message."""

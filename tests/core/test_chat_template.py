@@ -137,6 +137,21 @@ def test_a_template_in_the_format_that_is_written_out_gets_the_written_out_codec
     assert isinstance(load_codec(write_template(folder, chat_template()), format="template"), TemplateCodec)
 
 
+@pytest.mark.parametrize("template", ["", chat_template(), PLAIN])
+def test_a_turn_ends_where_the_model_says_that_it_does(tmp_path: Path, template: str) -> None:
+    """An engine stops there: what ended would be taken for unfinished, and sampled on behind its end."""
+    folder = write_tokenizer(tmp_path)
+    if template:
+        write_template(folder, template)
+    end = load_tokenizer(folder).token_id("<|im_start|>")
+    assert end is not None
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    codec = load_codec(folder, **({"calls": "hermes"} if template == PLAIN else {}))
+    assert codec.stop_ids[-1] == end
+    turn = codec.parse([*codec.tokenizer.encode("Yes."), end])
+    assert (turn.text, turn.complete) == ("Yes.", True)
+
+
 def test_a_default_system_message_is_found_in_the_template(folder: Path) -> None:
     default = "{%- if messages[0].role != 'system' -%}{%- set messages = [{'role': 'system', 'content': 'Be kind.'}] + "
     codec = load_codec(write_template(folder, default + "messages -%}{%- endif -%}" + chat_template()))
@@ -309,6 +324,43 @@ def test_what_names_no_type_leaves_values_as_they_were_written(parameters: Any, 
     assert read_glm_xml(glm, [tool]) == read_qwen_xml(xml, [tool]) == ("add", {"x": value}, "ok")
 
 
+NODE: Any = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+ROUND: Any = {"$ref": "#/$defs/Round"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "value"),
+    [
+        ({"$ref": "#/$defs/Node"}, '{"next": null}', {"next": None}),
+        ({"$ref": "#/$defs/Node"}, "no object", "no object"),
+        ({"$ref": "#/$defs/Name"}, "2", "2"),
+        ({"allOf": [{"description": "one"}, {"$ref": "#/$defs/Node"}]}, "{}", {}),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "integer"}]}, "2", "2"),
+        ({"$ref": "#/$defs/a~1b"}, "2", 2),
+        ({"$ref": "#/$defs/missing"}, "[2]", [2]),
+        ({"$ref": "https://elsewhere.example/schema"}, "{}", {}),
+        (ROUND, "[2]", [2]),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "nothing", "nothing"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "None", "None"),
+    ],
+)
+def test_values_are_typed_by_what_their_schema_refers_to(schema: Any, said: str, value: Any) -> None:
+    defined = {"Node": NODE, "Name": {"type": "string"}, "a/b": {"type": "integer"}, "Round": ROUND}
+    parameters: Any = {"type": "object", "properties": {"x": schema}, "$defs": defined}
+    tool: Any = {"type": "function", "function": {"name": "put", "parameters": parameters}}
+    glm = f"put<arg_key>x</arg_key><arg_value>{said}</arg_value>"
+    xml = f"<function=put><parameter=x>{said}</parameter></function>"
+    assert read_glm_xml(glm, [tool]) == read_qwen_xml(xml, [tool]) == ("put", {"x": value}, "ok")
+
+
+def test_a_tool_without_parameters_takes_what_was_written() -> None:
+    tool: Any = {"type": "function", "function": {"name": "put", "parameters": None}}
+    assert read_glm_xml("put<arg_key>x</arg_key><arg_value>2</arg_value>", [tool]) == ("put", {"x": "2"}, "ok")
+
+
 # --- formats that are refused ---------------------------------------------------------------------------------------
 
 
@@ -383,6 +435,35 @@ def test_a_prompt_that_opens_a_thought_has_it_closed_before_a_call(folder: Path)
     assert codec.tokenizer.decode(begun) == "\n</think>\n\n<tool_call>\n"
     turn = codec.parse([*begun, *sample(codec, '{"name": "add", "arguments": {"x": 2}}</tool_call>')], TOOLS)
     assert (turn.reasoning, turn.text, [call.status for call in turn.calls]) == ("", "", ["ok"])
+
+
+THINKING = PLAIN.replace("assistant: {% endif", "assistant: <think>\n{% endif").replace(
+    "{{ m.content | trim }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content | trim }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "closing"),
+    [
+        ("so", "</think><|im_end|>"),
+        ("so</think>Yes", "<|im_end|>"),
+        ("so<tool_call>", "<|im_end|>"),
+        ("", "</think><|im_end|>"),
+    ],
+)
+def test_a_thought_that_a_turn_broke_off_in_is_closed(folder: Path, said: str, closing: str) -> None:
+    """Without it, what follows would stand in the model's thoughts, as no template writes it."""
+    codec = template_codec(folder, THINKING)
+    prompt = codec.render(QUESTION)
+    assert codec.tokenizer.decode(prompt).endswith("<think>\n")
+    sampled = sample(codec, said)[:-1]
+    bridge = codec.bridge(prompt, sampled, [{"role": "user", "content": "And?"}], history=QUESTION)
+    assert isinstance(bridge, list)
+    assert codec.tokenizer.decode(bridge).startswith(closing + "][<|im_start|>user: And?<|im_end|>")
+    ended = codec.bridge(prompt, [*sampled, codec.stop_ids[0]], [], history=QUESTION)
+    assert isinstance(ended, list)
+    assert codec.tokenizer.decode(ended).startswith("]")
 
 
 def test_no_call_can_be_begun_where_a_model_writes_none(folder: Path) -> None:
@@ -466,6 +547,9 @@ CALL = '{"name": "add", "parameters": {"x": 2}}'
         ('{"name": "a net", "parameters": 36}', '{"name": "a net", "parameters": 36}', []),
         ('{"parameters": {"x": 2}, "loss": 0.5}', '{"parameters": {"x": 2}, "loss": 0.5}', []),
         ('{"function": "f(x) = 2x"}', '{"function": "f(x) = 2x"}', []),
+        ('{"name": ["add"], "parameters": {}}', "", [(None, {}, "missing_name")]),
+        ('{"name": {"add": 1}, "parameters": {}}', "", [(None, {}, "missing_name")]),
+        ('{"function": {"name": []}, "parameters": {}}', "", [(None, {}, "missing_name")]),
         ("I would say " + CALL, "I would say " + CALL, []),
         ("", "", []),
     ],
