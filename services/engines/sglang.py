@@ -227,7 +227,10 @@ class EngineClient(HttpEngine):
             if isinstance(lost, EngineKeyRefused) or isinstance(lost.__cause__, httpx.ConnectError):
                 raise
             raise EngineDirty(f"{self.url}: no answer to a weight load: {lost}") from lost
-        held = (await self.info()).label
+        try:
+            held = (await self.info()).label
+        except EngineError as unsaid:
+            raise EngineDirty(f"{self.url}: does not say what it holds after a load of {label!r}: {unsaid}") from unsaid
         if held != label:
             raise EngineDirty(f"{self.url}: holds weights {held!r} after a load of {label!r}")
 

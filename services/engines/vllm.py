@@ -269,9 +269,10 @@ class VllmClient(HttpEngine):
                 await self.flush_cache()
             held = before if refused else label
             await self._name(held)
+            named = await self._label()
         except EngineError as error:
             raise EngineDirty(f"{self.url}: a weight load failed: {error}") from error
-        if (named := await self._label()) != held:
+        if named != held:
             raise EngineDirty(f"{self.url}: holds weights {named!r} after a load of {label!r}")
         if is_ours:
             await self.resume()

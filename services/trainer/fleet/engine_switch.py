@@ -123,6 +123,9 @@ async def switch(
         engine.state = EngineState.RESUMING
         await _within(deadlines.answer_s, engine.client.resume(), "resume")
     except EngineRejected as refusal:
+        if engine.state is EngineState.RESUMING:  # the new weights are in it
+            engine.distrust(EngineState.DIRTY, str(refusal))
+            return False
         # Nothing was replaced: resume with the old weights if they were known.
         return await _go_on(engine, before, str(refusal), deadlines)
     except EngineUnavailable as lost:

@@ -38,12 +38,12 @@ class Replaced(Exception):
 class Fault:
     """Something goes wrong with the next ``times`` calls to ``path`` after the first ``after`` of them.
 
-    ``drop`` cuts the connection, ``error`` answers 500, ``hang`` never answers, ``die`` ends the engine, ``garbage``
-    answers something else than a generation, ``skew`` moves the last log-prob.
+    ``drop`` cuts the connection, ``error`` answers 500, ``refuse`` 400, ``hang`` never answers, ``die`` ends the
+    engine, ``garbage`` answers something else than a generation, ``skew`` moves the last log-prob.
     """
 
     path: str
-    kind: Literal["drop", "error", "hang", "die", "garbage", "skew"]
+    kind: Literal["drop", "error", "refuse", "hang", "die", "garbage", "skew"]
     after: int = 0
     times: int = 1
 

@@ -62,6 +62,8 @@ async def _strike(engine: ScriptedEngine, kind: str) -> Answer | None:
             raise Died
         case "error":
             return 500, b"scripted error"
+        case "refuse":
+            return 400, b"scripted refusal"
         case "garbage":
             return _json({"text": "", "output_ids": [1], "meta_info": {}})
         case "hang":

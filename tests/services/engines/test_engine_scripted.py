@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.engines.protocol import EngineProtocolError, EngineUnavailable, Generation
+from services.engines.protocol import EngineDirty, EngineProtocolError, EngineUnavailable, Generation
 from services.engines.sglang import EngineClient
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.patience import HANG_S
@@ -119,3 +119,17 @@ def test_the_example_of_its_page_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
     ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert (ran.returncode, ran.stdout) == (0, "the connection was cut, as ordered\n"), ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "refuse"])
+async def test_weights_that_were_loaded_and_are_not_told_are_unknown(
+    network: tuple[ScriptedTransport, httpx.AsyncClient], tmp_path: Path, kind: Any
+) -> None:
+    """The load succeeded: nobody may take the old weights for those that serve on."""
+    transport, http = network
+    engine = transport.engines["e"] = ScriptedEngine("w")
+    client = EngineClient("http://e", http)
+    await client.pause("retract")
+    engine.faults.append(Fault("/model_info", kind, times=10**6))
+    with pytest.raises(EngineDirty, match="does not say what it holds"):
+        await client.load_weights(tmp_path, "job/1/1")

@@ -34,7 +34,7 @@ from services.state.fleet_records import EngineRecord, EngineReport
 from services.state.heard_engines import HeardEngines
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
-from services.trainer.fleet.engine_switch import Deadlines
+from services.trainer.fleet.engine_switch import Deadlines, switch
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
@@ -397,6 +397,18 @@ async def test_a_load_that_fails_half_way_makes_an_engine_dirty_until_a_full_loa
     await job.engines.wait_for(newer)
     assert (engine.weights, engine.paused) == (str(job.weights.path(1)), None)
     assert len((await running).output_ids) == 400  # what was in flight there survived
+
+
+async def test_an_engine_that_refuses_to_go_on_holds_no_known_weights(place: Place, claim: Claim) -> None:
+    """The new weights are in it: it must not go on as one that has the old ones."""
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    bound = job.engines._bound["http://e"]
+    engine.faults.append(Fault("/continue_generation", "refuse"))
+    label = bound.label.replace("/0", "/1")
+    assert not await switch(bound, job.weights.path(0), label, "retract", Deadlines(), FromDisk())
+    assert (engine.label, bound.label, bound.state) == (label, "", "dirty")
 
 
 async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: Place, claim: Claim) -> None:
