@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from services.engine.app import create_app
 from services.engine.engine import EmbeddedEngine
+from services.engine.kv_cache import budget_bytes
 from services.engine.model import Decoder
 from services.engine.protocol import GenerateReader
 from services.engine.scheduler import Scheduler
@@ -51,6 +52,7 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, keys: KeyPair,
         decoder,
         max_concurrency=arguments.max_concurrency,
         prefix_cache_bytes=arguments.prefix_cache_mib * 2**20,
+        kv_cache_bytes=_kv_cache_bytes(arguments),
         label=arguments.weight_version,
     )
     engine = EmbeddedEngine(decoder, scheduler, arguments.model)
@@ -79,6 +81,11 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, keys: KeyPair,
         stopping.cancel()
     if not stop.is_set():
         raise RuntimeError(f"cannot listen on {arguments.host}:{arguments.port}")
+
+
+def _kv_cache_bytes(arguments: argparse.Namespace) -> int:
+    given = arguments.kv_cache_mib
+    return budget_bytes(torch.device(arguments.device)) if given is None else given * 2**20
 
 
 def _keys(settings: Settings, host: str, port: int) -> KeyPair:
@@ -139,6 +146,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-concurrency", type=int, default=128, help="requests that run at the same time")
     parser.add_argument("--context-length", type=int, help="default: the model's own limit")
     parser.add_argument("--prefix-cache-mib", type=int, default=512, help="memory for prefixes of finished requests")
+    parser.add_argument(
+        "--kv-cache-mib",
+        type=int,
+        help="memory for running requests; default: half of a free GPU, a quarter of a machine",
+    )
     parser.add_argument("--weight-version", default="default", help="label of the initial weights")
     parser.add_argument("--random-seed", type=int, default=0)
     return parser.parse_args()

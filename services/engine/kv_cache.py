@@ -1,7 +1,8 @@
 """Keys and values of the running requests: one row each, rows 0..n-1 without holes, so that a decode step reads views.
 
-Rule: a row belongs to one running request; beyond its length lies garbage, but finite. Rows and their capacity grow by
-doubling on demand. The scheduler knows which tokens a row holds.
+Rule: a row belongs to one running request; beyond its length lies garbage, but finite. All rows have one capacity. Rows
+and capacity are powers of two, and both follow what is needed whenever one of them has to grow. The scheduler knows
+which tokens a row holds, and how many bytes there are for them.
 
 Keys are stored transposed (head dimension before tokens): the score product then reads memory in order, which halved
 its time on a CPU.
@@ -12,13 +13,16 @@ prefix is the same without rows.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_FIRST_ROWS = 8
 _FIRST_CAPACITY = 256
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +54,21 @@ class KVCache:
         layers, _, heads, head_dim, _ = self.keys.shape
         return 2 * layers * heads * head_dim * self.keys.element_size()
 
+    def size_bytes(self, num_rows: int, length: int) -> int:
+        """Of the room for so many rows of that length."""
+        return _doubled(1, num_rows) * _doubled(_FIRST_CAPACITY, length) * self.token_bytes
+
     def reserve(self, num_rows: int, length: int) -> None:
-        """Makes room for ``num_rows`` rows of ``length`` tokens."""
-        _, rows, _, _, capacity = self.keys.shape
+        """Makes room for ``num_rows`` rows of ``length`` tokens: for all that rows hold, as nothing else is kept."""
+        layers, rows, heads, head_dim, capacity = self.keys.shape
         if num_rows <= rows and length <= capacity:
             return
-        new_rows = _doubled(max(rows, _FIRST_ROWS), num_rows)
-        new_capacity = _doubled(max(capacity, _FIRST_CAPACITY), length)
-        layers, _, heads, head_dim, _ = self.keys.shape
+        new_rows, new_capacity = _doubled(1, num_rows), _doubled(_FIRST_CAPACITY, length)
         keys = self.keys.new_zeros(layers, new_rows, heads, head_dim, new_capacity)
         values = self.values.new_zeros(layers, new_rows, heads, new_capacity, head_dim)
-        keys[:, :rows, :, :, :capacity] = self.keys
-        values[:, :rows, :, :capacity] = self.values
+        rows, capacity = min(rows, new_rows), min(capacity, new_capacity)
+        keys[:, :rows, :, :, :capacity] = self.keys[:, :rows, :, :, :capacity]
+        values[:, :rows, :, :capacity] = self.values[:, :rows, :, :capacity]
         self.keys, self.values = keys, values
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -82,6 +89,18 @@ class KVCache:
         """Overwrites a row with non-finite numbers: even masked, they would spoil a later request."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
+
+
+def budget_bytes(device: torch.device) -> int:
+    """What is there for keys and values unless it is said: half of what a device has free, a quarter of the memory that
+    this machine, or its container, lets a process have."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    allowed = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # ``max``: no limit
+            allowed.append(int(path.read_text()))
+    return min(allowed) // 4
 
 
 def _doubled(size: int, needed: int) -> int:

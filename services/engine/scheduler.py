@@ -110,8 +110,15 @@ class GenerateRequest:
 
 class Scheduler:
     def __init__(
-        self, decoder: Decoder, *, max_concurrency: int, prefix_cache_bytes: int, label: str = "default"
+        self,
+        decoder: Decoder,
+        *,
+        max_concurrency: int,
+        prefix_cache_bytes: int,
+        kv_cache_bytes: int | None = None,
+        label: str = "default",
     ) -> None:
+        """``kv_cache_bytes``: of what running requests hold, at most, where more than one runs; None: no limit."""
         self.label = label
         """The name of the weights that sample now."""
         self.paused: PauseMode | None = None
@@ -124,6 +131,7 @@ class Scheduler:
         self.num_prefilled = 0
         self._decoder = decoder
         self._max_concurrency = max_concurrency
+        self._kv_cache_bytes = kv_cache_bytes
         self._cache = decoder.new_cache()
         self._prefixes = PrefixCache(budget_bytes=prefix_cache_bytes)
         self._rows = np.zeros(max_concurrency, dtype=_ROW)
@@ -198,13 +206,14 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """One token for each running request and the first token for those that join."""
+        self._make_room()
         num_decode = len(self.running)
         prefills, new_ids = self._admit() if self.admitting else ([], [])
         num = len(self.running)
         if not num:
             return
         rows = self._rows[:num]
-        longest = int(rows["num_cached"][:num_decode].max(initial=0)) + 1
+        longest = self._longest(num_decode)
         self._cache.reserve(num, max([longest, *(prefill.end for prefill in prefills)]))
         ids_N = np.concatenate([rows["last_id"][:num_decode], *new_ids])
         positions_N = np.concatenate(
@@ -239,15 +248,37 @@ class Scheduler:
             "utilization": len(self.running) / self._max_concurrency,
         }
 
+    def _longest(self, num_decode: int) -> int:
+        """Tokens of the longest running request when it has decoded one more."""
+        return int(self._rows["num_cached"][:num_decode].max(initial=0)) + 1
+
+    def _fits(self, num_rows: int, length: int) -> bool:
+        """One request alone always does."""
+        most_bytes = self._kv_cache_bytes
+        return most_bytes is None or num_rows <= 1 or self._cache.size_bytes(num_rows, length) <= most_bytes
+
+    def _make_room(self) -> None:
+        """Retracts requests, the last row first, until one token more for each of the others fits."""
+        while not self._fits(len(self.running), self._longest(len(self.running))):
+            request, row = self.running[-1], len(self.running) - 1
+            self._keep_prefix(request, row)
+            self.running.pop()
+            request.num_retractions += 1
+            self.waiting.appendleft(request)
+
     def _admit(self) -> tuple[list[Prefill], list[NDArray[np.int64]]]:
         """Gives rows to waiting requests, as many as fit into a step, and copies what prefixes they share."""
         prefills: list[Prefill] = []
         new_ids: list[NDArray[np.int64]] = []
         room = _MAX_PREFILL_TOKENS.get(self._decoder.device.type, _MAX_PREFILL_TOKENS_ELSEWHERE)
         postponed = []
+        longest = self._longest(len(self.running))
         while self.waiting and len(self.running) < self._max_concurrency:
             request = self.waiting.popleft()
             tokens = np.array(request.prompt + request.output_ids, dtype=np.int32)
+            if not self._fits(len(self.running) + 1, max(longest, len(tokens))):
+                postponed.append(request)
+                break
             entry, num_shared, pending = self._prefixes.match(tokens, request.cache_space)
             num_new = len(tokens) - num_shared
             if pending >= num_shared + _WORTH_WAITING:
@@ -259,6 +290,8 @@ class Scheduler:
             room -= num_new
             prefills.append(Prefill(len(self.running), num_shared, len(tokens)))
             new_ids.append(tokens[num_shared:].astype(np.int64))
+            longest = max(longest, len(tokens))
+            self._cache.reserve(len(self.running) + 1, longest)
             self._join(request, tokens, entry, num_shared)
         self.waiting.extendleft(reversed(postponed))
         return prefills, new_ids
@@ -267,7 +300,6 @@ class Scheduler:
         self, request: GenerateRequest, tokens: NDArray[np.int32], entry: CachedPrefix | None, num_shared: int
     ) -> None:
         row = len(self.running)
-        self._cache.reserve(row + 1, len(tokens))
         if entry is not None and entry.kv is not None:
             self._cache.load(row, entry.kv, num_shared)
             if num_shared == entry.length:  # the new entry contains this one
