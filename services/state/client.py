@@ -57,6 +57,8 @@ class AwayReason(StrEnum):
     CLUSTERDOWN = "CLUSTERDOWN"
     TRYAGAIN = "TRYAGAIN"
     UNBLOCKED = "UNBLOCKED"
+    NO_FUNCTIONS = "NO_FUNCTIONS"
+    """The server lacks our functions, and those who may load them have not done it yet."""
 
 
 class Away(Exception):
