@@ -174,6 +174,39 @@ async def test_metrics_keep_every_bit_and_their_order(store: Store, claim: Claim
     assert await store.metrics.read(job, 11) == []
 
 
+async def test_one_call_reads_a_bounded_number_of_steps(
+    store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = claim.job_id
+    for step in range(9):
+        await store.metrics.add(job, step, {"loss": float(step)})
+    monkeypatch.setattr("services.state.reports.STEPS_AT_ONCE", 4)
+    sizes, call = list[int](), store.functions.call
+
+    async def counted(*args: Any) -> Any:
+        rows = await call(*args)
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(store.functions, "call", counted)
+    assert [row["step"] for row in await store.metrics.read(job)] == list(range(9))
+    assert sizes == [4, 4, 1]
+    for first, limit in ((0, 1), (2, 5), (7, 5), (9, 1), (0, 0)):
+        sizes.clear()
+        rows = await store.metrics.read(job, first, limit)
+        assert [row["step"] for row in rows] == list(range(9))[first : first + limit]
+        assert sum(sizes) == len(rows)
+    # as an earlier release asks, and as its functions answer
+    assert len(await call("read_metrics", job_keys(job), 0)) == 9
+
+    async def uncounted(name: str, keys: list[str], first: int, count: int) -> Any:
+        return await call(name, keys, first)
+
+    monkeypatch.setattr(store.functions, "call", uncounted)
+    assert [row["step"] for row in await store.metrics.read(job)] == list(range(9))
+    assert [row["step"] for row in await store.metrics.read(job, 2, 5)] == [2, 3, 4, 5, 6]
+
+
 async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim: Claim) -> None:
     await store.metrics.add(claim.job_id, 1, {"loss": 1.0, "reward/mean": 0.5})
     await store.metrics.add(claim.job_id, 1, {"loss": 2.0})
