@@ -78,10 +78,10 @@ class JobRecords:
         return AcceptedJob(**_read(self._job.accepted))
 
     def write_status(self, revision: int, fields: Mapping[str, str]) -> bool:
-        """False if the revision exists with another content."""
+        """False if the revision exists with another content. The words of its reason may have changed since."""
         path = self._job.status(revision)
         _write(path, fields)
-        return _read(path) == fields
+        return _without_words(_read(path)) == _without_words(fields)
 
     def newest_status(self) -> tuple[int, dict[str, str]]:
         """Its revision and fields; (0, {}) before the first."""
@@ -129,6 +129,10 @@ def reported_steps(lines: Iterable[Mapping[str, Any]]) -> set[Position]:
     """The steps that lines of a metrics file report: those with a version. Others are of evaluations."""
     found = ((line.get("epoch"), line.get("step")) for line in lines if "version" in line)
     return {Position(epoch, step) for epoch, step in found if isinstance(epoch, int) and isinstance(step, int)}
+
+
+def _without_words(status: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in status.items() if name != "reason_message"}
 
 
 def _write(path: Path, record: Mapping[str, Any] | AcceptedJob | VersionRecord, schema: int = 1) -> None:

@@ -57,6 +57,8 @@ class AwayReason(StrEnum):
     CLUSTERDOWN = "CLUSTERDOWN"
     TRYAGAIN = "TRYAGAIN"
     UNBLOCKED = "UNBLOCKED"
+    NO_FUNCTIONS = "NO_FUNCTIONS"
+    """The server lacks our functions, and those who may load them have not done it yet."""
 
 
 class Away(Exception):
@@ -103,6 +105,8 @@ _BY_CLASS: tuple[tuple[type[Exception], AwayReason], ...] = (
 )
 # The library has no class for these; the word stays in the message.
 _WORDS = {str(reason): reason for reason in AwayReason if reason not in (kind[1] for kind in _BY_CLASS)}
+# What an operator ended had written nothing: else the server would not have let it.
+_KILLED = "Script killed by user"
 # A transaction refused as a whole gives the reason only in its message.
 _ABORTED = re.compile(r"because of: ([A-Z]+) ?(.*)", re.DOTALL)
 
@@ -124,6 +128,8 @@ def translate(error: Exception) -> Away | RedisFault:
     if isinstance(error, ExecAbortError) and (aborted := _ABORTED.search(text)):
         word, detail = aborted.groups()
         return _away(AwayReason(word), detail) if word in AwayReason.__members__ else RedisFault(text)
+    if text.startswith(_KILLED):
+        return Away(AwayReason.BUSY, text)
     word, _, detail = text.partition(" ")
     is_code = getattr(error, "status_code", None) is None  # otherwise the library has stripped the code
     return _away(_WORDS[word], detail) if is_code and word in _WORDS else RedisFault(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.process.telemetry import get_logger
-from services.state.client import NotPermitted, RedisClient, RedisFault
+from services.state.client import Away, AwayReason, NotPermitted, RedisClient, RedisFault
 from services.state.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
 from services.state.refusals import BY_WORD, Damaged
 
@@ -87,13 +87,19 @@ class Functions:
             await self.redis.function_load(source, replace=True)
 
     async def call(self, name: str, keys: Sequence[str | bytes], *args: str | bytes | int | float) -> Any:
-        """The reply of ``gspo_<name>``. Reloads the library if the server lost it (say, a new server)."""
+        """The reply of ``gspo_<name>``. Reloads the library if the server lost it (say, a new server).
+
+        Raises Away where another process has to reload it.
+        """
         try:
             return await self._fcall(name, keys, args)
         except RedisFault as error:
             if "Function not found" not in str(error):
                 raise _refusal(error) from None
-        await self.load()
+        try:
+            await self.load()
+        except NotPermitted as error:
+            raise Away(AwayReason.NO_FUNCTIONS, str(error)) from error
         try:
             return await self._fcall(name, keys, args)
         except RedisFault as error:

@@ -2,7 +2,7 @@
 
 The rule: one caller at a time does the work under a name, and none does it again once its reply is kept; a caller that
 falls silent midway loses it after a while. Number, bytes and age of kept replies are bounded
-(`functions_replies.lua`). It does not know HTTP.
+(`lua/replies.lua`). It does not know HTTP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Begun:
 
 
 class KeptReplies:
-    """``now`` is in seconds, roughly equal on all processes."""
+    """``now`` is in seconds, and nearly equal on all processes: one that is ``LEASE_S`` ahead waits for nobody."""
 
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         self._functions = Functions(redis)

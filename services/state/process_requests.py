@@ -1,8 +1,9 @@
 """What processes are asked through Redis: any of them to leave, a rollout worker to carry out an order and answer.
 
-The rules: a wish that a process leaves names it by its never reused id and stays until that process has seen it, so
-asking twice equals asking once. A rollout worker then stops taking episodes, hands back those it holds, and exits; a
-trainer finishes and saves its current step, hands its job back, and exits.
+The rules: a wish that a process leaves names it by its id and stays until that process has seen it, so asking twice
+equals asking once. A rollout worker then stops taking episodes, hands back those it holds, and exits; a trainer
+finishes and saves its current step, hands its job back, and exits. Host and number of a process may come again: one
+that finds a wish meant for a dead namesake leaves too, once, and the wish is gone.
 One worker takes an order, any or the one that it names, and the order dies with it; the asker learns that no answer
 came and may ask again, since orders are safe to repeat. The next asker removes orders that have outlived their asker's
 wait. They come from the API, which runs no environment code itself.

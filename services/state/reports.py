@@ -29,6 +29,8 @@ from services.state.refusals import Damaged, Missing
 if TYPE_CHECKING:
     from services.files.job_records import SavedJobs
 
+# Redis does nothing else while it reads, and all steps of a long job take it seconds.
+STEPS_AT_ONCE = 200
 _POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 
 
@@ -162,10 +164,21 @@ class MetricSeries:
         epoch, step = await self._redis.hmget(job_key(job, "job"), "reported_epoch", "reported_step")
         return None if epoch is None else Position(int(epoch), int(step))
 
-    async def read(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
-        """One dict per step, in order: ``{"step": n, name: value, ...}``. What is no step is passed over."""
-        rows = await self._functions.call("read_metrics", job_keys(job), from_step)
-        return [_row(row) for row in rows if row[0].isdigit()]
+    async def read(self, job: str, from_step: int = 0, limit: int | None = None) -> list[dict[str, Any]]:
+        """One dict per step, in order: ``{"step": n, name: value, ...}``; with a ``limit`` the first so many of them.
+
+        What is no step is passed over. Steps may be added, or taken again, while others are read.
+        """
+        found: list[dict[str, Any]] = []
+        while limit is None or len(found) < limit:
+            count = STEPS_AT_ONCE if limit is None else min(STEPS_AT_ONCE, limit - len(found))
+            rows = await self._functions.call("read_metrics", job_keys(job), from_step, count)
+            some = [_row(row) for row in rows if row[0].isdigit()]
+            found += some
+            if len(rows) < count:
+                break
+            from_step = max([from_step, *(row["step"] for row in some)]) + 1
+        return found[:limit]  # the functions of an earlier release count no steps
 
 
 def _flat(step: int, metrics: Mapping[str, float]) -> list[str]:

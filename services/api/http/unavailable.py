@@ -35,6 +35,10 @@ _AWAY: Mapping[AwayReason, Unavailable] = {
     AwayReason.LOADING: Unavailable("redis_unavailable", "Redis is starting and loading its data; try again"),
     AwayReason.TRYAGAIN: Unavailable("redis_unavailable", "Redis is moving data between nodes; try again"),
     AwayReason.UNBLOCKED: Unavailable("redis_unavailable", "Redis changed its role during this request; try again"),
+    AwayReason.NO_FUNCTIONS: Unavailable(
+        "redis_unavailable",
+        "Redis lacks our functions; the API or a trainer whose user may load them has to reach it, then try again",
+    ),
     AwayReason.CLUSTERDOWN: Unavailable(
         "redis_unavailable",
         "the Redis cluster is down; try again; if that does not help, its operator must bring its nodes back",

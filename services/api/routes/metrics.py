@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, TypeAlias
 
@@ -19,6 +19,7 @@ from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
 from services.api.http.routers import v1_router
 from services.api.views.store_views import MetricsView
+from services.state.reports import MetricSeries
 
 router = v1_router("metrics", "/jobs/{id}/metrics")
 
@@ -52,9 +53,7 @@ async def read_metrics(
 ) -> Response:
     """Metrics from a step on. `Accept: text/csv` or `application/x-ndjson` gives a file instead."""
     job = await context.store.jobs.get(id)
-    rows = await context.store.metrics.read(job.id, query.from_step)
-    if query.names is not None:
-        rows = _only([name.strip() for name in query.names.split(",")], rows)
+    rows = await _rows(context.store.metrics, job.id, query)
     shown: Sequence[Bucket] = rows[: query.limit] if query.max_points is None else downsample(rows, query.max_points)
     if CSV in accept.lower():
         return Response(_as_csv(shown), media_type=CSV)
@@ -64,6 +63,18 @@ async def read_metrics(
     # Thousands of numbers, checked when they were stored: encoded without validating each again.
     answer = {"object": "job.metrics", "job_id": job.id, "data": shown, "has_more": has_more}
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _rows(metrics: MetricSeries, job: str, query: MetricsQuery) -> list[MetricRow]:
+    """With one more than is shown, if there is one."""
+    limit = None if query.max_points is not None else query.limit + 1
+    rows = await metrics.read(job, query.from_step, limit)
+    if query.names is None:
+        return rows
+    wanted = [name.strip() for name in query.names.split(",")]
+    if len(rows) == limit and not all(_matching(name, _names(rows)) for name in wanted):
+        rows = await metrics.read(job, query.from_step)  # perhaps only later steps have it
+    return _only(wanted, rows)
 
 
 def downsample(rows: Sequence[MetricRow], max_points: int) -> list[Bucket]:
@@ -115,10 +126,10 @@ def _flat(row: Bucket) -> MetricRow:
 
 
 def _only(wanted: list[str], rows: list[MetricRow]) -> list[MetricRow]:
-    known = {name for row in rows for name in row} - {"step"}
+    known = _names(rows)
     names: set[str] = set()
     for one in wanted:
-        found = {name for name in known if name == one or (one.endswith("*") and name.startswith(one[:-1]))}
+        found = _matching(one, known)
         # A job without rows has no names yet; asking early is no mistake.
         if known and not found:
             raise RequestRefused(
@@ -126,3 +137,11 @@ def _only(wanted: list[str], rows: list[MetricRow]) -> list[MetricRow]:
             )
         names |= found
     return [{name: value for name, value in row.items() if name == "step" or name in names} for row in rows]
+
+
+def _names(rows: Sequence[MetricRow]) -> set[str]:
+    return {name for row in rows for name in row} - {"step"}
+
+
+def _matching(wanted: str, known: Collection[str]) -> set[str]:
+    return {name for name in known if name == wanted or (wanted.endswith("*") and name.startswith(wanted[:-1]))}

@@ -189,6 +189,20 @@ register("set_status", FREES, function(keys, args)
   return 1
 end)
 
+-- token, reason code, message -> 1, or 0 where the job has another reason: the same one in newer words is nothing that
+-- happened, so it is no event, and no revision
+register("retell", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  if not owns(K, args[1]) then
+    return refuse("FENCED", "reason " .. args[2])
+  end
+  if redis.call("HGET", K.job, "reason_code") ~= args[2] then
+    return 0
+  end
+  redis.call("HSET", K.job, "reason_message", args[3])
+  return 1
+end)
+
 -- now, reason code and message -> 1, or 0 where a trainer has the job or it is over: what another process says of a job
 -- that nobody trains
 register("explain_unowned", FREES, function(keys, args)

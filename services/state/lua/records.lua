@@ -165,11 +165,12 @@ register("mark_reported", FREES, function(keys, args)
   return 1
 end)
 
--- first step -> rows {step, name, value, ...} in order
+-- first step, how many steps at most (all where a process of an earlier release does not say)
+-- -> rows {step, name, value, ...} in order
 register("read_metrics", READS, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local rows = {}
-  for _, step in ipairs(redis.call("ZRANGE", K.metric_steps, args[1], "+inf", "BYSCORE")) do
+  for _, step in ipairs(redis.call("ZRANGE", K.metric_steps, args[1], "+inf", "BYSCORE", "LIMIT", 0, args[2] or -1)) do
     local row = {step}
     for name, value in pairs(read_packed(K.metrics, step) or {}) do
       row[#row + 1] = name

@@ -1,6 +1,6 @@
 -- Answers to requests that name a key of their own. A field of `replies` is packed {request, owner, till, reply}: while
 -- the work is under way there is no reply, and from `till` on who began it counts as gone. Times are milliseconds of the
--- callers' clocks, and decide nothing but how long something is kept.
+-- callers' clocks: where these are further apart than what is left until `till`, two callers may do the same work.
 
 local REPLIES_KEPT, REPLY_BYTES_KEPT = 20000, 64 * 1024 * 1024
 

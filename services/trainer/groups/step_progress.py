@@ -1,7 +1,8 @@
 """Says how far the next batch has come, while it is waited for.
 
 Rule: it speaks only where nothing else has something to say: the reason of a running job is replaced while it is the
-usual one, or the last word of this. A step that comes soon is not talked about.
+usual one, or the last word of this. A step that comes soon is not talked about. Who looks sees the newest words; an
+event, which is a file too, comes the more seldom the longer the step takes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from services.trainer.groups.run_context import RunContext
 
 QUIET_S = 10.0
 RETELL_S = 15.0
+# The first two events are RETELL_S apart, each further one twice as long, but for this bound.
+EVENTS_APART_S = 600.0
 # A turn that takes less is not worth a word.
 LATE_S = 1.0
 
@@ -28,10 +31,12 @@ class StepProgress:
         self._began = self._next = self._clock()
         self._turns_before = 0
         self._told = ""
+        self._next_event, self._events_apart_s = self._began, RETELL_S
 
     def begin(self) -> None:
         self._began = self._clock()
-        self._next = self._began + QUIET_S
+        self._next = self._next_event = self._began + QUIET_S
+        self._events_apart_s = RETELL_S
         self._turns_before = self._intake.num_turns
 
     async def look(self, owed: Collection[int], ready: Collection[int]) -> None:
@@ -42,7 +47,16 @@ class StepProgress:
         message = self._message(owed, ready, await self._waits(owed))
         if message != self._told and await self._is_usual():
             self._told = message
-            await self._context.services.status.waits(message)
+            await self._tell(message)
+
+    async def _tell(self, message: str) -> None:
+        now, status = self._clock(), self._context.services.status
+        if now < self._next_event:
+            await status.still_waits(message)
+            return
+        self._next_event = now + self._events_apart_s
+        self._events_apart_s = min(2 * self._events_apart_s, EVENTS_APART_S)
+        await status.waits(message)
 
     async def end(self) -> None:
         """The batch is there."""

@@ -37,6 +37,11 @@ class JobStatusBoard:
         """Report what a running job waits for."""
         await self._set(JobStatus.RUNNING, StatusReason("waiting_for_trajectories", message))
 
+    async def still_waits(self, message: str) -> None:
+        """The same in newer words, which are no event."""
+        reason = StatusReason("waiting_for_trajectories", message)
+        await self._store.jobs.retell(self._claim.job_id, self._claim.token, reason)
+
     async def goes_on(self) -> None:
         """Clear the reason for waiting."""
         await self._set(JobStatus.RUNNING, default_reason(JobStatus.RUNNING))

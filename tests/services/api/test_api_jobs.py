@@ -337,6 +337,33 @@ async def test_metrics_are_rows_from_a_step_on(http: httpx.AsyncClient, store: S
     assert "did you mean reward/mean" in error_of(unknown)["message"]
 
 
+async def test_no_more_metrics_are_read_than_are_shown(
+    http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    job = (await http.post("/v1/jobs", json=SPEC)).json()
+    for step in range(1, 8):
+        late = {"eval/reward/mean": 0.5} if step == 6 else {}
+        await store.metrics.add(job["id"], step, {"reward/mean": step / 10, **late})
+    read, given = store.metrics.read, list[tuple[Any, ...]]()
+
+    async def noted(*args: Any) -> Any:
+        given.append(args[1:])
+        return await read(*args)
+
+    monkeypatch.setattr(store.metrics, "read", noted)
+    url = job["links"]["metrics"]
+    first = (await http.get(url, params={"limit": 1})).json()
+    assert (first["data"], first["has_more"]) == ([{"step": 1, "reward/mean": 0.1}], True)
+    last = (await http.get(url, params={"limit": 2, "from_step": 6, "names": "reward/mean"})).json()
+    assert ([row["step"] for row in last["data"]], last["has_more"]) == ([6, 7], False)
+    assert given == [(0, 2), (6, 3)]
+    # a name that only a later step has is no mistake
+    few = (await http.get(url, params={"limit": 2, "names": "eval/*,reward/mean"})).json()
+    assert ([row["reward/mean"] for row in few["data"]], few["has_more"]) == ([0.1, 0.2], True)
+    wrong = await http.get(url, params={"limit": 1, "names": "reward/meen"})
+    assert (wrong.status_code, error_of(wrong)["code"]) == (400, "unknown_metric")
+
+
 async def test_metrics_of_a_job_without_steps_are_empty(http: httpx.AsyncClient):
     job = (await submit(http)).json()
     assert (await http.get(job["links"]["metrics"], params={"names": "reward/mean"})).json()["data"] == []

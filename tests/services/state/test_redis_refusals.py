@@ -33,6 +33,7 @@ from services.state.client import (
     connect,
     translate,
 )
+from services.state.functions import Functions
 from services.state.queue import Bus, Fenced
 from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, JobStatus, Store
@@ -211,6 +212,26 @@ async def test_wrong_credentials_are_a_fault_that_no_waiting_mends(
         for way in WAYS.values():
             with pytest.raises(CredentialsRefused):
                 await way(one)
+
+
+ENDLESS = """#!lua name=endless
+local function endless() while true do end end
+redis.register_function{function_name = "gspo_endless", callback = endless, flags = {"no-writes"}}
+"""
+
+
+async def test_a_function_that_an_operator_ends_may_be_called_again(trouble: Trouble, client: RedisClient) -> None:
+    await client.function_load(ENDLESS)
+    await client.config_set("busy-reply-threshold", 10)
+    calling = asyncio.create_task(Functions(client).call("endless", ["gspo:{a}:job"]))
+    async with trouble.client() as operator, asyncio.timeout(HANG_S):
+        while not calling.done():
+            with contextlib.suppress(Away, RedisFault):  # "not busy" before it is, "busy" while it ends
+                await operator.execute_command("FUNCTION", "KILL")
+            await asyncio.sleep(0.01)
+    with pytest.raises(Away, match="Script killed by user") as caught:
+        await calling
+    assert caught.value.reason is AwayReason.BUSY
 
 
 async def test_a_mistake_of_ours_is_a_fault(client: RedisClient) -> None:

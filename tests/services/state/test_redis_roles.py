@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import socket
 import subprocess
@@ -21,16 +22,18 @@ from redis.retry import Retry as BlockingRetry
 
 from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
+from services.episodes.counters import Counters
 from services.files.job_dir import JobsDir
 from services.gateway.forgetting import forget
 from services.state.child import RedisChild
-from services.state.client import CredentialsRefused, NotPermitted, connect
+from services.state.client import Away, AwayReason, CredentialsRefused, NotPermitted, connect
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.state.functions import Functions, functions_there, library
 from services.state.loans import Loans
 from services.state.process_requests import Drains, WorkerRequests
 from services.state.queue import Append, Bus, Snapshot
 from services.state.refusals import Fenced
+from services.state.retry import Backoff, Retrier
 from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, main
 from services.state.server import RedisServer
 from services.state.shared_secrets import AGENT_KEYS, shared_secret
@@ -101,6 +104,25 @@ async def test_what_announces_engines_needs_no_more_than_a_worker_may(as_user: A
     assert [one.id for one in await store.fleet.engines()] == ["e"]
     await store.fleet.remove_engine("e")
     assert await store.fleet.engines() == []
+
+
+@pytest.mark.parametrize("user", ["gspo-rollout", "gspo-gateway"])
+async def test_who_may_load_no_functions_waits_for_those_of_a_server_that_lost_them(as_user: As, user: str) -> None:
+    client, counters = as_user(user), Counters()
+    bus = Bus(client)
+    with pytest.raises(Away) as caught:
+        await bus.join("w")
+    assert caught.value.reason is AwayReason.NO_FUNCTIONS
+    with pytest.raises(NotPermitted):  # what is not its own stays refused
+        await Loans(Functions(client)).lend("job-1", "a", 60)
+    retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.01))
+    joining = asyncio.create_task(retrier.keep_trying(bus.join, "w"))
+    async with asyncio.timeout(HANG_S):
+        while counters["redis/not_now"] < 3:
+            await asyncio.sleep(0.01)
+        assert not joining.done()
+        await Store(as_user("gspo-api")).load_functions()
+        await bus.beat("w", await joining)
 
 
 async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -174,6 +175,39 @@ async def test_metrics_keep_every_bit_and_their_order(store: Store, claim: Claim
     assert await store.metrics.read(job, 11) == []
 
 
+async def test_one_call_reads_a_bounded_number_of_steps(
+    store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = claim.job_id
+    for step in range(9):
+        await store.metrics.add(job, step, {"loss": float(step)})
+    monkeypatch.setattr("services.state.reports.STEPS_AT_ONCE", 4)
+    sizes, call = list[int](), store.functions.call
+
+    async def counted(*args: Any) -> Any:
+        rows = await call(*args)
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(store.functions, "call", counted)
+    assert [row["step"] for row in await store.metrics.read(job)] == list(range(9))
+    assert sizes == [4, 4, 1]
+    for first, limit in ((0, 1), (2, 5), (7, 5), (9, 1), (0, 0)):
+        sizes.clear()
+        rows = await store.metrics.read(job, first, limit)
+        assert [row["step"] for row in rows] == list(range(9))[first : first + limit]
+        assert sum(sizes) == len(rows)
+    # as an earlier release asks, and as its functions answer
+    assert len(await call("read_metrics", job_keys(job), 0)) == 9
+
+    async def uncounted(name: str, keys: list[str], first: int, count: int) -> Any:
+        return await call(name, keys, first)
+
+    monkeypatch.setattr(store.functions, "call", uncounted)
+    assert [row["step"] for row in await store.metrics.read(job)] == list(range(9))
+    assert [row["step"] for row in await store.metrics.read(job, 2, 5)] == [2, 3, 4, 5, 6]
+
+
 async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim: Claim) -> None:
     await store.metrics.add(claim.job_id, 1, {"loss": 1.0, "reward/mean": 0.5})
     await store.metrics.add(claim.job_id, 1, {"loss": 2.0})
@@ -195,6 +229,25 @@ async def test_a_step_that_is_taken_again_says_nothing_of_the_history_that_was_l
     await store.metrics.add(claim.job_id, 30, {"eval/reward/mean": 0.75})
     await report(Position(3, 30), 2.0)
     assert await store.metrics.read(claim.job_id) == [{"step": 30, "eval/reward/mean": 0.75, "loss": 2.0}]
+
+
+@pytest.mark.parametrize(("num_metrics", "kilobytes"), [(80, 3.0), (200, 7.5)])
+async def test_the_records_of_a_job_that_is_over_stay_until_it_is_removed(
+    store: Store, claim: Claim, redis_client: Redis, num_metrics: int, kilobytes: float
+) -> None:
+    job, token, num_steps = claim.job_id, claim.token, 200
+    rng = random.Random(0)
+    for step in range(num_steps):
+        numbers = {f"group_{number % 9}/metric_{number}": rng.random() for number in range(num_metrics)}
+        await store.metrics.add(job, step, numbers, token=token)
+    await store.versions.publish(job, token, manifest(job, 0))
+    await store.jobs.set_status(job, "failed", token=token)
+    kept = [job_key(job, name) for name in ("metrics", "versions", "events")]
+    assert await redis_client.exists(*kept) == 3
+    size = await redis_client.memory_usage(kept[0], samples=0)
+    assert size / num_steps / 1000 == pytest.approx(kilobytes, rel=0.2)
+    await store.jobs.remove(job)
+    assert [key async for key in redis_client.scan_iter(f"gspo:{{{job}}}:*")] == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

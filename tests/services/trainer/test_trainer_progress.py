@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import Spent
+from services.files.job_dir import JobsDir
 from services.state.jobs import StatusReason
+from services.state.refusals import Fenced
 from services.state.store import Claim, Store
 from services.trainer.groups.step_progress import QUIET_S, RETELL_S, StepProgress
 from services.trainer.telling.status import JobStatusBoard
@@ -70,6 +73,50 @@ async def test_a_step_that_takes_long_says_how_far_it_has_come(stage: Stage) -> 
     assert (await stage.look(1)).endswith("turns a minute, most of each for the environment (4.0 s)")
     await stage.progress.end()
     assert await stage.said() == "episodes are running"
+
+
+async def test_an_hour_of_waiting_leaves_few_events_and_files_and_the_newest_words(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    jobs_dir = JobsDir(tmp_path)
+    store = Store(redis_client, jobs_dir=jobs_dir)
+    await store.load_functions()
+    await store.jobs.create('{"name": "test"}')
+    claim = await store.jobs.claim("trainer-0")
+    assert claim is not None
+    await store.jobs.set_status(claim.job_id, "running", token=claim.token)
+    stage = Stage(store, claim)
+
+    async def num_events() -> int:
+        return len(await store.events.read(claim.job_id, count=1000))
+
+    def num_files() -> int:
+        return len(list(jobs_dir.job(claim.job_id).statuses.iterdir()))
+
+    events, files, told_at_s = await num_events(), num_files(), list[float]()
+    waited_s, said = 0.0, await stage.look(QUIET_S - RETELL_S)
+    while waited_s < 3600:
+        waited_s = stage.clock.now - 100 + RETELL_S
+        stage.intake.num_turns += int(waited_s)
+        before, said = said, await stage.look(RETELL_S)
+        assert said != before
+        if await num_events() > events + len(told_at_s):
+            told_at_s.append(waited_s)
+    assert told_at_s == [10, 25, 55, 115, 235, 475, 955, 1555, 2155, 2755, 3355]
+    # who wishes what is so already finds other words on disk, and adds nothing either
+    for wish, num_added in (("running", 11), ("paused", 12)):
+        await Store(redis_client, jobs_dir=jobs_dir).jobs.set_desired_state(claim.job_id, wish)
+        assert (await num_events() - events, num_files() - files) == (num_added, num_added)
+
+
+async def test_newer_words_replace_no_other_reason(stage: Stage) -> None:
+    claim, jobs = stage.claim, stage.store.jobs
+    reason = StatusReason("no_engine_for_model", "all engines are gone")
+    await jobs.set_status(claim.job_id, "running", token=claim.token, reason=reason)
+    await jobs.retell(claim.job_id, claim.token, StatusReason("waiting_for_trajectories", "step 7"))
+    assert await stage.said() == "all engines are gone"
+    with pytest.raises(Fenced):
+        await jobs.retell(claim.job_id, "another", reason)
 
 
 async def test_it_says_what_waits_for_others(store: Store, claim: Claim) -> None:

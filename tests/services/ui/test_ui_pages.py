@@ -17,7 +17,7 @@ from services.process.ports import free_port
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.state.queue import Append, Bus
 from services.state.server import RedisServer
-from services.state.store import Store
+from services.state.store import StatusReason, Store
 from tests.services.api.api_kit import ApiProcess
 from tests.services.api.recorded_job import REF, Player, RecordedJob, record_job, write_model
 from tests.services.ui.browser_kit import DEADLINE_MS, MISSING, Visit, visiting
@@ -96,6 +96,14 @@ async def test_a_new_step_arrives_on_the_page_that_is_open(visit: Visit, job: Re
     await visit.see("main", "step 7 of 40")
     await store.events.add(job.id, "alert", {"step": 7, "kind": "new", "message": "something new is wrong"})
     await visit.see("[data-alarm]", "something new is wrong")
+
+
+async def test_newer_words_of_a_wait_are_shown_although_they_are_no_event(visit: Visit, job: RecordedJob, store: Store):
+    await visit.open(f"#/jobs/{job.id}")
+    await visit.see('[data-chart="Reward"] canvas')
+    words = StatusReason("waiting_for_trajectories", "step 7: 3 of 8 episodes have ended")
+    await store.jobs.retell(job.id, job.claim.token, words)
+    await visit.see("main", words.message)
 
 
 async def test_a_job_says_whether_its_learner_fits(visit: Visit, job: RecordedJob, model_dir: Path):

@@ -1,6 +1,6 @@
 // What a job does now: its newest numbers, alarms in words, curves, and the groups under way. It follows the job's events.
 
-import { ApiError, follow, get } from "../../api.js";
+import { ApiError, every, follow, get } from "../../api.js";
 import { h, show } from "../../dom.js";
 import { duration, fixed, isOver, number, percent } from "../../format.js";
 import { card, tile } from "../../pieces.js";
@@ -11,6 +11,7 @@ import { readTold, toldOf } from "./told.js";
 
 const MAX_POINTS = 800;
 const RATE_WINDOW = 10;
+const WORDS_MS = 15000;
 
 export async function overview({ id, body, signal, refresh, job, fail }) {
   // The stream is opened before the past is read, so that nothing falls between the two.
@@ -45,6 +46,8 @@ export async function overview({ id, body, signal, refresh, job, fail }) {
   await showRecent();
   take = taker({ signal, rows, note, redraw, refresh, showRecent });
   early.forEach(take);
+  // How far a step has come is told anew without an event.
+  every(WORDS_MS, signal, async () => { if (!isOver(job().status)) { await refresh().catch(() => null); redraw(); } });
 }
 
 const alarm = ({ when, text, advice, count }) =>
