@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
+from gspo_core.types import EpisodeKey
 from services.state.keys import BUS_KEYS, job_key
-from services.state.queue import Bus
+from services.state.queue import Append, Bus
 from services.state.store import Claim, Store
-from services.trainer.groups import admission
+from services.trainer.groups import admission, batch_selection
 from services.trainer.groups.evaluation import Evaluator
 from tests.services.trainer.groups_kit import Stage
-from tests.services.trainer.trainer_kit import DEADLINE_S, stop
+from tests.services.trainer.trainer_kit import DEADLINE_S, episode, stop
 
 
 @dataclass
@@ -92,6 +94,33 @@ async def test_groups_that_are_there_are_left_as_they_are(stage: Stage, replica:
     assert [group.group for group in await taking] == [0]
     assert stage.run._admission.dispatched_steps == {1: started[1]}
     assert stage.intake.rejected == {}
+
+
+async def test_a_group_with_an_attempt_that_was_undone_is_replaced(
+    stage: Stage, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt before it goes on, which the trainer has given up: what it reads of the two is no episode."""
+    monkeypatch.setattr(batch_selection, "MAX_BATCHES_DROPPED_IN_A_ROW", 1)  # that says nothing of later groups
+    job, key = stage.claim.job_id, EpisodeKey(stage.claim.job_id, 0, 0)
+    first, last = (replace(one, key=key) for one in episode(0, 0, 1.0, [0, 0]).segments)
+    await stage.begin()
+    for group, member in ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
+        await stage.play(group, member, float(member), 2)
+    await stage.bus.append(job, stage.token, [Append(key, 0, 0, encode(first), False, 0)])
+    await replica.copy()
+    await stage.bus.restart(key, stage.token, 1)
+    await stage.bus.append(job, stage.token, [Append(key, 1, 0, encode(replace(first, attempt=1)), False, 0)])
+    async with asyncio.timeout(DEADLINE_S):
+        while stage.intake.num_segments < 5 * 2 + 2:
+            await stage.intake.progress(stage.intake.num_segments)
+    await replica.take_over()
+    await stage.bus.append(job, stage.token, [Append(key, 0, 1, encode(last), True, 0)])
+    assert [group.group for group in await stage.take()] == [1]
+    counters = await stage.bus.counters(job)
+    assert (counters["dropped_unreadable"], counters["trained"], counters["dispatched"]) == (1, 1, 3)
+    [alert] = [event.data for event in await stage.store.events.read(job) if event.type == "alert"]
+    assert alert["kind"] == "segment_refused"
+    assert "attempt 0: it goes on although attempt 1 had begun" in alert["message"]
 
 
 async def test_a_held_out_group_whose_start_was_lost_is_started_again(stage: Stage, replica: Replica) -> None:
