@@ -15,7 +15,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,8 @@ class OneVersion:
     async def current(self, job: str) -> WeightsManifest:
         return self.manifest
 
-    async def all(self, job: str) -> list[WeightsManifest]:
-        return [self.manifest]
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]:
+        return [self.manifest] if self.manifest.version in numbers else []
 
 
 @dataclass

@@ -49,6 +49,13 @@ class Assembler:
         if segment.attempt == episode.attempt:
             episode.add(segment)
 
+    def require_not_undone(self, segment: Segment) -> None:
+        """For who is given segments in the order in which they were stored: raises ConflictingSegment for one of an
+        earlier attempt than another one before it. The later attempt was undone, then, and never completes."""
+        episode = self._episode(segment.key)
+        if episode is not None and segment.attempt < episode.attempt:
+            raise episode.conflict(segment, f"it goes on although attempt {episode.attempt} had begun")
+
     def trajectory(self, key: EpisodeKey) -> Trajectory | None:
         """The episode, once every segment of its newest attempt up to the outcome has arrived."""
         episode = self._episode(key)
@@ -123,19 +130,19 @@ class _Episode:
         known = self.segments.get(segment.index)
         if known is not None:
             if known != segment:
-                raise self._conflict(segment, f"two different segments have index {segment.index}")
+                raise self.conflict(segment, f"two different segments have index {segment.index}")
             return
         end = segment.index if segment.is_final else self.last
         if end is not None and (end < max(self.highest, segment.index) or self.last not in (None, end)):
             highest = max(self.highest, segment.index)
-            raise self._conflict(segment, f"it ends with index {end}, but there is a segment {highest}")
+            raise self.conflict(segment, f"it ends with index {end}, but there is a segment {highest}")
         self.segments[segment.index] = segment
         if segment.num_actions:
             self.versions.add(segment.version)
         self.last = end
         self.highest = max(self.highest, segment.index)
 
-    def _conflict(self, segment: Segment, what: str) -> ConflictingSegment:
+    def conflict(self, segment: Segment, what: str) -> ConflictingSegment:
         self.is_broken = self.trajectory() is None  # a whole one may have been used
         return ConflictingSegment(f"{segment.key} attempt {segment.attempt}: {what}")
 

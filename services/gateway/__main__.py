@@ -58,7 +58,7 @@ from services.state.shared_secrets import AGENT_KEYS, shared_secret
 from services.state.store import Store
 from services.state.talks import Talks, TrafficRetention
 from services.workers.loading import boot_for, load_job, traces_to
-from services.workers.worker import EpisodeWorker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig, with_name_of_its_own
 
 # Open requests are answered when their episodes have stopped.
 REQUESTS_END_S = 2
@@ -72,7 +72,7 @@ MAX_EPISODES = 256
 TURN_OF_A_THREAD_S = 0.0005
 
 
-async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: asyncio.Event) -> None:
+async def work(settings: Settings, fd: int | None, config: WorkerConfig, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: a gateway needs the Redis of its installation")
     url = settings.gateway_url or f"http://{settings.gateway_bind}"
@@ -131,6 +131,7 @@ async def work(settings: Settings, config: WorkerConfig, fd: int | None, stop: a
 async def answer(app: ASGIApp, bind: str, fd: int | None, has_ended: asyncio.Event) -> None:
     host, _, port = bind.rpartition(":")
     named, grace_s = "GSPO_GATEWAY_BIND", REQUESTS_END_S
+    fd = None if fd is None else os.dup(fd)  # what is served is closed; under another name it is served again
     await serve_http(app, host, int(port), has_ended, grace_s=grace_s, settings=named, lifespan=False, fd=fd)
 
 
@@ -228,7 +229,7 @@ def main() -> int:
                 address=settings.gateway_own_url or f"http://{address_of(settings.gateway_bind)}",
                 place=place,
             )
-            working = partial(work, settings, config, arguments.fd)
+            working = partial(with_name_of_its_own, partial(work, settings, arguments.fd), config)
             return run_until_signalled(working, grace_s=arguments.drain_s + LEAVING_S)
     except SettingsError as error:
         print(f"services.gateway: {error}", file=sys.stderr)

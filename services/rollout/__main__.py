@@ -32,7 +32,7 @@ from services.state.queue import Bus
 from services.state.retry import first_contact
 from services.state.store import Store
 from services.workers.loading import boot_for, load_job, traces_to
-from services.workers.worker import EpisodeWorker, WorkerConfig
+from services.workers.worker import EpisodeWorker, WorkerConfig, with_name_of_its_own
 
 # After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.
 LEAVING_S = 12.0
@@ -123,7 +123,7 @@ def main() -> int:
         drain_s=arguments.drain_s,
         engine_urls=settings.engine_urls,
     )
-    return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=grace_s)
+    return run_until_signalled(partial(with_name_of_its_own, partial(work, settings), config), grace_s=grace_s)
 
 
 if __name__ == "__main__":

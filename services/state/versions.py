@@ -7,7 +7,7 @@ the job's directory knows the used numbers. A published version never changes. I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,16 +72,23 @@ class VersionTable:
         return None if text is None else decode_row(text)
 
     async def all(self, job: str) -> list[WeightsManifest]:
-        """All published manifests, in order."""
+        """All published manifests, in order: as many as the run has steps, which takes long to decode in a long one."""
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
         return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
+
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]:
+        """Those of ``numbers`` that are published, in the order of ``numbers``."""
+        if not numbers:
+            return []
+        texts = await self._functions.redis.hmget(job_key(job, "versions"), [str(number) for number in numbers])
+        return [decode_row(text) for text in texts if text is not None]
 
     async def newest(self, job: str, count: int, *, below: int | None = None) -> list[tuple[Version, WeightsManifest]]:
         """The newest versions, or the newest below one, the newest first: a job has as many as steps, and few are
         looked at."""
         names = await self._functions.redis.hkeys(job_key(job, "versions"))
         numbers = sorted((number for number in map(int, names) if below is None or number < below), reverse=True)
-        manifests = await self._manifests(job, numbers[: count + 1])
+        manifests = await self.manifests(job, numbers[: count + 1])
         found = []
         for place, manifest in enumerate(manifests[:count]):
             before = manifests[place + 1] if place + 1 < len(manifests) else None
@@ -94,16 +101,10 @@ class VersionTable:
 
     async def _newest_of_step(self, job: str, step: int, numbers: Sequence[int]) -> int | None:
         for begin in range(0, len(numbers), _AT_ONCE):
-            for manifest in await self._manifests(job, numbers[begin : begin + _AT_ONCE]):
+            for manifest in await self.manifests(job, numbers[begin : begin + _AT_ONCE]):
                 if manifest.step == step:
                     return manifest.version
         return None
-
-    async def _manifests(self, job: str, numbers: Sequence[int]) -> list[WeightsManifest]:
-        if not numbers:
-            return []
-        texts = await self._functions.redis.hmget(job_key(job, "versions"), [str(number) for number in numbers])
-        return [decode_row(text) for text in texts if text is not None]
 
     async def table(self, job: str) -> list[Version]:
         """Epoch, step and parent of all published versions, in order."""

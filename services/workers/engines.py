@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,7 +139,7 @@ class PublishedVersions(Protocol):
 
     async def current(self, job: str) -> WeightsManifest | None: ...
 
-    async def all(self, job: str) -> list[WeightsManifest]: ...
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]: ...
 
 
 class EngineTable:
@@ -323,8 +323,9 @@ class JobEngines:
         self._clock = clock
         self._leaving = leaving
         self._in_place = in_place
-        self._steps: Mapping[int, int] = {}
-        """Version -> step, for the versions in the table."""
+        self._steps: dict[int, int] = {}
+        """Version -> step, for the published versions that were current at a look or that an engine named. The table
+        has as many as the run has steps, so it is never read whole."""
         self._published: WeightsManifest | None = None
         self._avoided: set[WatchedEngine] = set()
         self._queue: deque[_EngineTicket] = deque()
@@ -338,8 +339,11 @@ class JobEngines:
 
     async def refresh(self) -> None:
         current = await self._retrier.try_once(self._versions.current, self._job)
-        if current is not None and current.version not in self._steps:
-            self._learn([*await self._retrier.keep_trying(self._versions.all, self._job), current])
+        if current is not None:
+            self._learn([current])
+            shown = {engine.label.version for engine in self._table.serving(self._job) if engine.label}
+            if unknown := shown - self._steps.keys():
+                self._learn(await self._retrier.try_once(self._versions.manifests, self._job, unknown) or [])
         self._avoided.clear()
         self._serve_queue()
 
@@ -500,8 +504,8 @@ class JobEngines:
     async def _require_published(self, versions: Collection[int], url: str) -> None:
         """Raises InvalidAnswer. A version is published before any engine is given it, so one that is in no table is not
         what sampled, and the trainer could give its tokens no age."""
-        if not self._steps.keys() >= set(versions):
-            self._learn(await self._retrier.keep_trying(self._versions.all, self._job))
+        if missing := set(versions) - self._steps.keys():
+            self._learn(await self._retrier.keep_trying(self._versions.manifests, self._job, missing))
         if unknown := sorted(set(versions) - self._steps.keys()):
             raise InvalidAnswer(
                 f"{url} sampled with version {unknown[0]} of job {self._job}, which was never published"
@@ -509,7 +513,7 @@ class JobEngines:
 
     def _learn(self, manifests: Sequence[WeightsManifest]) -> None:
         # A server that was wiped knows fewer for a while; what was published stays published.
-        self._steps = {**self._steps, **{manifest.version: manifest.step for manifest in manifests}}
+        self._steps.update({manifest.version: manifest.step for manifest in manifests})
         known = [*manifests] if self._published is None else [*manifests, self._published]
         self._published = max(known, key=lambda manifest: manifest.version, default=None)
 

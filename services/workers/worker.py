@@ -2,7 +2,8 @@
 
 Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. A job of the
 other kind (of agents, of environments) is left to those who hold such. Losing the lease
-ends all episodes at once, because another worker has them now; then the worker joins anew.
+ends all episodes at once, because another worker has them now; then the worker joins anew. Two of one name end each
+other's leases for ever, so who loses its lease again soon after it joined goes on under another name.
 Its places are divided by priority, and no wanted place stays empty: places that one job does not need go to the others.
 Every job that wants any gets at least one, while there are enough; else the most important ones that have anything to
 play do, and equals take turns. Nothing is taken back from a job that holds too many.
@@ -17,7 +18,7 @@ import os
 import random
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_core.spec import JobSpec
@@ -53,6 +54,8 @@ TURN_S = 60.0
 RELOAD_S = 10.0
 ENDS_LOADING_S = 10.0
 NUM_CONTROL_CONNECTIONS = 8
+# Leases in a row that end before they could run out. A server that was wiped ends one.
+MAX_CUT_SHORT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,23 @@ async def nothing_to_do() -> None:
     pass
 
 
+async def with_name_of_its_own(
+    work: Callable[[WorkerConfig, asyncio.Event], Awaitable[None]], config: WorkerConfig, stop: asyncio.Event
+) -> None:
+    """Repeats ``work``, each time under another name, as long as it returns before ``stop``."""
+    given = config.name
+    await work(config, stop)
+    while not stop.is_set():
+        config = replace(config, name=f"{given}-{os.urandom(3).hex()}")
+        get_logger().error(
+            "another process has this worker's name as well: going on under another one",
+            worker=given,
+            name=config.name,
+            cause="same hostname and process id, as of containers on the network of their host",
+        )
+        await work(config, stop)
+
+
 class EpisodeWorker:
     """``run`` until told to stop."""
 
@@ -171,16 +191,21 @@ class EpisodeWorker:
         self._place, self._generation = config.place, 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when ``stop`` is set and every episode is finished or handed back."""
-        while not stop.is_set():
+        """Returns when ``stop`` is set and every episode is finished or handed back; before ``stop`` where another
+        process has this worker's name as well (``with_name_of_its_own``)."""
+        num_cut_short = 0
+        while not stop.is_set() and num_cut_short < MAX_CUT_SHORT:
             token = await unless_set(stop, self._join())
             if token is None:
                 break
             get_logger().info("joined", worker=self._config.name)
             tell_of_root()
+            joined_at = self._clock()
             try:
                 await self._work(token, stop)
             except* Fenced:
+                is_cut_short = self._clock() - joined_at < self._config.lease_s
+                num_cut_short = num_cut_short + 1 if is_cut_short else 0
                 self.counters.add("worker/fenced")
                 get_logger().warning("lease lost: joining again", worker=self._config.name)
             else:

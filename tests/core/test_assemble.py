@@ -208,6 +208,28 @@ class TestConflicts:
         assert found is not None
         assert (found.segments, assembler.broken(KEY.group)) == (pieces, {})
 
+    def test_an_attempt_that_was_undone_never_completes(self) -> None:
+        """Redis failed over, and had lost that a later attempt was begun: the one before it goes on."""
+        first, last = episode(KEY, cuts=[3])
+        assembler = assembled([first, open_segment(0, attempt=1)])
+        assembler.require_not_undone(open_segment(1, attempt=1))
+        assembler.require_not_undone(open_segment(1, key=EpisodeKey(JOB, KEY.group, 2)))
+        with pytest.raises(ConflictingSegment, match="attempt 0: it goes on although attempt 1 had begun"):
+            assembler.require_not_undone(last)
+        assert assembler.broken(KEY.group) == {KEY.member: 1}
+        for piece in episode(KEY, cuts=[8], attempt=2):
+            assembler.require_not_undone(piece)
+            assembler.add(piece)
+        assert assembler.trajectory(KEY) is not None
+
+    def test_a_whole_attempt_stays_when_the_one_before_it_goes_on(self) -> None:
+        whole = episode(KEY, cuts=[4], attempt=1)
+        assembler = assembled(list(whole))
+        with pytest.raises(ConflictingSegment):
+            assembler.require_not_undone(open_segment(1))
+        assert assembler.broken(KEY.group) == {}
+        assert assembler.trajectory(KEY) is not None
+
     def test_a_segment_of_another_job(self) -> None:
         assembler = assembled([open_segment(0)])
         with pytest.raises(ForeignSegment):

@@ -1,8 +1,9 @@
 """Assembles arriving segments into groups: the trainer's live view of every unfinished episode.
 
 Rule: refuse, count and log a segment that cannot be decoded, or that contradicts an earlier one of an episode that has
-not ended. Its group never completes here, and ``unreadable`` lists it once it is ready: replacing a group beats
-training on data that differs from the sampled data.
+not ended, or that goes on with an attempt although a later one had begun, which Redis has lost then. Its group never
+completes here, and ``unreadable`` lists it once it is ready: replacing a group beats training on data that differs from
+the sampled data.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Intake:
     def _take(self, payload: bytes) -> None:
         try:
             segment = decode(payload)
+            self._assembler.require_not_undone(segment)
             self._assembler.add(segment)
         except SegmentRejected as error:
             reason = type(error).__name__
@@ -146,12 +148,12 @@ class Intake:
                     segment = decode(payload)
                 except SegmentRejected:
                     return True
-                if broken.get(member) == segment.attempt:  # a later attempt is still to be read
+                if broken.get(member, -1) >= segment.attempt:  # a later attempt is still to be read
                     return True
         return False
 
     def is_broken(self, group: int) -> bool:
-        """Whether a member of ``group`` never completes because two of its segments contradict each other."""
+        """Whether a member of ``group`` never completes because Redis lost some of it after it was read here."""
         return bool(self._assembler.broken(group))
 
     def versions(self, group: int) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Collection
 
 import pytest
 
@@ -88,10 +89,10 @@ class Store:
         return [EngineRecord(id=url, url=url, job="job_a", report=EngineReport(EngineState.READY)) for url in urls]
 
     async def current(self, job: str) -> WeightsManifest | None:
-        return (await self.all(job))[-1]
+        return WeightsManifest(job, 0, 1, 0, (WeightFile("model.safetensors", 1, "0" * 64),))
 
-    async def all(self, job: str) -> list[WeightsManifest]:
-        return [WeightsManifest(job, 0, 1, 0, (WeightFile("model.safetensors", 1, "0" * 64),))]
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]:
+        raise AssertionError("the engine holds the current version")
 
 
 @pytest.mark.usefixtures("parrots")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -60,8 +60,8 @@ class Fleet:
     async def current(self, job: str) -> WeightsManifest | None:
         return PUBLISHED
 
-    async def all(self, job: str) -> list[WeightsManifest]:
-        return [PUBLISHED]
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]:
+        return [PUBLISHED] if PUBLISHED.version in numbers else []
 
     def come(self, name: str, tick_s: float | None = 0.0) -> ScriptedEngine:
         engine = ScriptedEngine("w0", tick_s=tick_s, vocab_size=self.vocab_size, script=lambda ids: SAID)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from benchmarks.rollout_stage import Stage, open_stage
 from gspo_core.codec import decode
@@ -23,7 +25,9 @@ from gspo_core.types import EpisodeKey, StopReason
 from services.process.ports import free_port
 from services.state.functions import Functions
 from services.state.loans import Loans
-from services.state.store import Claim
+from services.state.queue import Bus
+from services.state.server import RedisServer
+from services.state.store import Claim, Store
 from services.state.talks import TalkKeyRecord, Talks
 from tests.patience import HANG_S
 
@@ -212,6 +216,37 @@ async def test_a_key_that_just_talks_is_answered_from_the_engines_of_a_job(tmp_p
             (1, 0, 0, len(say)),
         ]
         assert len({one.trace for one in entries}) == 1
+
+
+async def test_a_gateway_that_goes_on_under_another_name_is_reached_as_before(
+    redis_client: Redis, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Also where it was handed the socket on which it listens."""
+    bus, store = Bus(redis_client), Store(redis_client)
+    await bus.load_functions()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        bind = f"127.0.0.1:{listening.getsockname()[1]}"
+        settings = {"GSPO_REDIS_URL": redis_server.url, "GSPO_DATA_DIR": str(tmp_path), "GSPO_GATEWAY_BIND": bind}
+        command = [sys.executable, "-m", "services.gateway", "--fd", str(listening.fileno())]
+        environment = {**os.environ, **settings, "GSPO_LEASE_S": "2"}
+        gateway = await asyncio.create_subprocess_exec(*command, env=environment, pass_fds=[listening.fileno()])
+    try:
+        given = f"gateway-{socket.gethostname()}-{gateway.pid}"
+        async with asyncio.timeout(HANG_S):
+            while await store.fleet.worker(given) is None:
+                await asyncio.sleep(0.05)
+            while len(await store.fleet.workers()) < 2:
+                await bus.join(given)  # as its namesake does, each time that it has lost its lease
+                await asyncio.sleep(0.05)
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"http://{bind}/healthz")).status_code == 200
+        gateway.terminate()
+        async with asyncio.timeout(HANG_S):
+            assert await gateway.wait() == 0
+    finally:
+        if gateway.returncode is None:
+            gateway.kill()
+        await gateway.wait()
 
 
 async def judge(stage: Stage, claim: Claim, agents: list[Agent]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Place:
     records: list[EngineRecord] = field(default_factory=list)
     published: list[WeightsManifest] = field(default_factory=lambda: [manifest(0)])
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    num_read: int = 0
+    """Manifests beside the current one."""
 
     async def engines(self) -> list[EngineRecord]:
         return self.records
@@ -54,8 +56,10 @@ class Place:
     async def current(self, job: str) -> WeightsManifest | None:
         return self.published[-1]
 
-    async def all(self, job: str) -> list[WeightsManifest]:
-        return self.published
+    async def manifests(self, job: str, numbers: Collection[int]) -> list[WeightsManifest]:
+        found = [one for one in self.published if one.version in numbers]
+        self.num_read += len(found)
+        return found
 
     def add(self, name: str, *, label: str = f"{JOB}/1/0", **options: Any) -> ScriptedEngine:
         engine = ScriptedEngine("w0", **{"tick_s": 0.001, "vocab_size": VOCAB_SIZE, **options})
@@ -165,6 +169,21 @@ async def test_nothing_is_asked_before_the_age_of_its_weights_can_be_known(place
     engine.label = engine.shown_label = f"{JOB}/1/3"
     await worker.table.refresh()
     assert worker.engines.has_room()
+
+
+async def test_of_a_long_run_no_more_versions_are_read_than_engines_name(place: Place) -> None:
+    """All of twenty thousand hold up a worker for more than a second, at each new version."""
+    place.published = [manifest(version) for version in range(1000)]
+    engines = [place.add("a", label=f"{JOB}/1/998"), place.add("b", label=f"{JOB}/1/997")]
+    worker = place.worker(watched=False)
+    for newest in range(1000, 1020):
+        await worker.table.refresh()
+        await worker.engines.refresh()
+        assert [one.url for one in worker.engines.usable()] == ["http://a"], "one step behind; the other is two"
+        for engine, age in zip(engines, (1, 2), strict=True):
+            engine.label = engine.shown_label = f"{JOB}/1/{newest - age}"
+        place.published.append(manifest(newest))
+    assert place.num_read == 2
 
 
 async def test_an_engine_that_is_added_takes_load_at_once(place: Place) -> None:

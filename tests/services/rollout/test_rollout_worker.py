@@ -696,6 +696,32 @@ async def test_a_worker_that_lost_its_lease_drops_its_episodes_and_joins_again(s
         assert_stitched(trajectory, stage.place.codec, {"replies": 30})
 
 
+async def test_a_process_whose_name_another_has_too_goes_on_under_one_of_its_own(stage: Stage) -> None:
+    """Containers on the network of their host have its hostname, and each the first process id."""
+    claim = await stage.submit()
+    await stage.publish(claim, stage.place.chatty)
+    process = stage.process()
+
+    async def names() -> list[str]:
+        return [one.id for one in await stage.store.fleet.workers()]
+
+    async def is_there() -> bool:
+        return bool(await names())
+
+    await until(is_there, 60.0)
+    [given] = await names()
+
+    async def has_given_in() -> bool:
+        await stage.bus.join(given)  # as its namesake does, each time that it has lost its lease
+        return any(name.startswith(f"{given}-") for name in await names())
+
+    await until(has_given_in, 60.0)
+    await stage.dispatch(claim, 2)
+    await stage.all_ready(claim, 2)
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, ENDED_S) == 0
+
+
 async def test_a_worker_that_is_cancelled_at_any_moment_ends(stage: Stage) -> None:
     claim = await stage.submit(config={"replies": 30})
     await stage.publish(claim, stage.place.chatty)

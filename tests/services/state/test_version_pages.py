@@ -48,15 +48,21 @@ async def _rows(versions: VersionTable, job: str):
 
 async def test_a_page_fetches_few_manifests(store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[int] = []
-    original = VersionTable._manifests
+    original = VersionTable.manifests
 
     async def counted(self: VersionTable, job: str, numbers: list[int]) -> list[WeightsManifest]:
         fetched.extend(numbers)
         return await original(self, job, numbers)
 
-    monkeypatch.setattr(VersionTable, "_manifests", counted)
+    monkeypatch.setattr(VersionTable, "manifests", counted)
     assert len(await store.versions.newest(claim.job_id, 20, below=200)) == 20
     assert len(fetched) == 21
+
+
+async def test_of_the_numbers_asked_for_those_are_told_that_are_published(store: Store, claim: Claim) -> None:
+    highest = max(one.version for one in await store.versions.table(claim.job_id))
+    found = await store.versions.manifests(claim.job_id, {3, highest, highest + 1, 1700000})
+    assert {one.version: one.step for one in found} == {3: 3, highest: 299}
 
 
 async def test_a_job_without_versions_has_an_empty_page(store: Store, tmp_path: Path) -> None:
