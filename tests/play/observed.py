@@ -1,7 +1,8 @@
 """What a harness asked for, as its requests alone tell: which of them go on from an earlier one to the letter.
 
 Rule: it knows nothing of how the gateway compares conversations. A request whose messages begin with all those of an
-earlier one, that nobody went on from yet, makes no branch. A request that its client gave up went on from it too.
+earlier one, that nobody went on from yet, makes no branch. A request that its client gave up went on from it too. Where
+a client says that it put words of its own in the place of an answer, nothing goes on from that answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from tests.play.wire import Request
 
 # What a client may send differently each time, and means nothing.
 MEANINGLESS = frozenset({"cache_control", "id", "status", "encrypted_content", "phase", "thoughtSignature"})
+# The Gemini CLI ends an answer in which it sees a loop, and writes this instead.
+REPLACED = "[The previous response was interrupted before it completed.]"
 _BILL = re.compile(r"x-anthropic-billing-header:[^\n]*")
 
 
@@ -28,7 +31,9 @@ class Observed:
 
     def goes_on_from(self, other: Observed) -> bool:
         length = len(other.said)
-        return self.tools == other.tools and len(self.said) > length and self.said[:length] == other.said
+        if self.tools != other.tools or len(self.said) <= length or self.said[:length] != other.said:
+            return False
+        return REPLACED not in self.said[length]
 
 
 def observed(requests: Sequence[Request]) -> list[Observed]:

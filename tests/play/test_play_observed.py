@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.play.observed import given_up, goes_on, observed
+from tests.play.observed import REPLACED, given_up, goes_on, observed
 from tests.play.wire import Request
 
 TASK = {"role": "user", "content": "Go."}
@@ -33,6 +33,12 @@ def test_what_others_went_on_from_has_other_tools_or_says_something_else_does_no
     edited = request(4, {"role": "user", "content": "Come."}, SAID, TASK)
     turns = observed([request(0, TASK), request(1, TASK, SAID, TASK), again, with_tools, edited])
     assert goes_on(turns) == {1: 0}
+
+
+def test_nothing_goes_on_from_an_answer_that_its_client_replaced() -> None:
+    instead = {"role": "assistant", "content": [{"type": "text", "text": REPLACED}]}
+    later = request(2, TASK, instead, TASK, SAID, TASK)
+    assert goes_on(observed([request(0, TASK), request(1, TASK, instead, TASK), later])) == {2: 1}
 
 
 def test_the_first_request_of_a_turn_counts_and_refused_ones_do_not() -> None:

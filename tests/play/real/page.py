@@ -30,10 +30,15 @@ TWINS = (
     "other one without a branch"
 )
 EMPTY = "the player took its own compaction to an answer without a word for a helper"
+LOOP = (
+    "the Gemini CLI saw a loop in what was answered, ended it, and put words of its own in its place; the judge knew "
+    "nothing of that, and does now"
+)
 EXPLAINED = {
     3643104806: f"The false branches are none: what was expected was wrong. Two: {TWINS}. One: {EMPTY}.",
     1515030957: "As many branches as the player counted, one of them for another reason. Why is not known: what the "
     "run left was not kept.",
+    2047587010: f"The false branch is none: {LOOP}.",
 }
 """Of a seed: what was found to be the cause of its faults."""
 Row = dict[str, Any]
