@@ -2,31 +2,26 @@
 
 Rule: at most ``(max_staleness + 1) * groups_per_step`` unpublished groups are in flight, even after a crash; those that
 wait for nothing but rewards do not count, up to a bound, until these are there (then there may be more, and none is
-started until they are trained). Groups that the lineage still owes are restarted before any new one, and those that
-Redis lost as soon as that is noticed.
+started until they are trained). Groups that the lineage still owes are restarted before any new one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
 
 from gspo_core.codec import NEWEST_SCHEMA
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
-from services.process.telemetry import get_logger
 from services.state.client import OutOfMemory
-from services.state.queue import Bus, Full
+from services.state.queue import Full
 from services.trainer.groups.run_context import RunContext
 from services.trainer.groups.tasks import TaskSchedule
 
 RETRY_S = 2.0
 # How soon a run that is to close notices that it waits for engines.
 LOOK_S = 1.0
-# How often groups that are waited for are looked for in the queue.
-LOOK_FOR_LOST_S = 60.0
 # Encoded size: id, log-prob and mask of a token, plus its share of the segment header.
 BYTES_PER_TOKEN = 10
 
@@ -34,24 +29,6 @@ BYTES_PER_TOKEN = 10
 def reserved_bytes(spec: JobSpec, environment: int) -> int:
     """What an episode may need in the queue, trained or held out."""
     return spec.episode_limits(environment).max_context_tokens * BYTES_PER_TOKEN + spec.rewards.evidence_bytes
-
-
-class LostGroups:
-    """Finds groups that were started and are not in the queue: a Redis that failed over has lost its last writes."""
-
-    def __init__(self, bus: Bus, job: str, clock: Callable[[], float]) -> None:
-        self._bus, self._job, self._clock = bus, job, clock
-        self._next = clock() + LOOK_FOR_LOST_S
-
-    async def among(self, started: Collection[int]) -> list[int]:
-        """Those of ``started``, none of them settled; none where the last look was not long ago."""
-        if self._clock() < self._next:
-            return []
-        self._next = self._clock() + LOOK_FOR_LOST_S
-        lost = sorted(set(started) - set(await self._bus.open_groups(self._job)))
-        if lost:
-            get_logger().warning("groups that Redis has lost are started again", job=self._job, groups=lost)
-        return lost
 
 
 class Admission:
@@ -63,7 +40,6 @@ class Admission:
         self._context = context
         self._lineage = context.lineage
         self._admitting = asyncio.Lock()
-        self._lost = LostGroups(context.services.bus, context.job, context.services.clock)
         self.dispatched_steps: dict[int, int] = {}
         """Open groups that this process dispatched, with the published step at that time."""
         self.num_excused = 0
@@ -81,13 +57,6 @@ class Admission:
         """Restart the groups that the lineage owes, leaving those still in the queue as they are."""
         for group in list(self._lineage.owed()):
             await self._dispatch_when_there_is_room(group)
-
-    async def start_lost(self) -> None:
-        """Restart what the lineage owes and Redis has lost, from time to time. Only who settles groups may call it: one
-        that was settled meanwhile would come back."""
-        with contextlib.suppress(OutOfMemory):  # there is another look
-            for group in await self._lost.among(list(self._lineage.owed())):
-                await self._dispatch(group)
 
     def forget(self, groups: list[int]) -> None:
         """Drop the dispatch steps of settled groups."""

@@ -130,7 +130,6 @@ class BatchSelection:
             await self._make_up_for_waiting(owed)
             await selection.explain(choice, lineage.step)
             await self._progress.look(owed, ready.keys())
-            await self._admission.start_lost()
             await intake.progress(num_segments)
         await selection.is_over()
         await self._progress.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -17,9 +16,9 @@ from services.state.client import OutOfMemory
 from services.state.queue import Bus
 from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
-from services.trainer.groups.admission import RETRY_S, LostGroups, reserved_bytes
+from services.trainer.groups.admission import RETRY_S, reserved_bytes
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.tasks import Task, evaluation_group, evaluation_tasks
+from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
 from services.trainer.telling.failure import AlertKind
 
 # How long the last round waits for room: others free some meanwhile. What fills Redis may be groups of the job itself
@@ -112,27 +111,23 @@ class Evaluator:
         self._round += 1
         for position, task in enumerate(self.tasks):
             try:
-                await self._start(groups[position], task)
+                await self._bus.dispatch(
+                    self._claim.job_id,
+                    self._claim.token,
+                    groups[position],
+                    size=self._settings.episodes_per_task,
+                    split=Split.EVAL,
+                    task_index=task.index,
+                    environment=task.environment,
+                    bytes_per_episode=reserved_bytes(self._spec, task.environment),
+                    reads=NEWEST_SCHEMA,
+                )
             except OutOfMemory:
                 begun = groups[:position]
                 await self._bus.commit(self._claim.job_id, self._claim.token, step, begun, reason="dropped_redis_full")
                 self._intake.forget(begun)
                 raise
         return groups
-
-    async def _start(self, group: int, task: Task) -> None:
-        assert self._settings is not None
-        await self._bus.dispatch(
-            self._claim.job_id,
-            self._claim.token,
-            group,
-            size=self._settings.episodes_per_task,
-            split=Split.EVAL,
-            task_index=task.index,
-            environment=task.environment,
-            bytes_per_episode=reserved_bytes(self._spec, task.environment),
-            reads=NEWEST_SCHEMA,
-        )
 
     async def _collect(self, numbers: list[int], step: int, version: int) -> None:
         groups = await self._played(numbers, step)
@@ -151,7 +146,6 @@ class Evaluator:
 
     async def _played(self, numbers: list[int], step: int) -> list[Group]:
         """Wait for all groups to end; return those without a refused segment, e.g. one from another release."""
-        lost_groups = LostGroups(self._bus, self._claim.job_id, self._clock)
         while True:
             num_segments = self._intake.num_segments
             groups = await self._intake.complete(Split.EVAL, among=numbers)
@@ -161,9 +155,6 @@ class Evaluator:
             if len(groups) + len(lost) == len(numbers):
                 await self._tell_of(lost, step)
                 return groups
-            with contextlib.suppress(OutOfMemory):  # there is another look
-                for group in await lost_groups.among(numbers):
-                    await self._start(group, self.tasks[numbers.index(group)])
             await self._intake.progress(num_segments)
 
     async def _tell_of(self, lost: list[int], step: int) -> None:
