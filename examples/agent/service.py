@@ -20,6 +20,7 @@ from environments.calculator import evaluate
 
 # A policy that is learned from may be away for a while, when its weights or its gateway change.
 MAX_RETRIES = 30
+MAX_TASK_BYTES = 64 << 20
 CALCULATE: Any = {
     "type": "function",
     "function": {
@@ -97,7 +98,7 @@ class Episodes:
 
 
 def serve(episodes: Episodes, port: int, *, handle_signals: bool = True) -> None:
-    service = web.Application()
+    service = web.Application(client_max_size=MAX_TASK_BYTES)
     service.router.add_post("/", episodes.start)
     service.cleanup_ctx.append(episodes.open)
     how = {"handle_signals": handle_signals, "shutdown_timeout": 1.0, "print": None, "access_log": None}

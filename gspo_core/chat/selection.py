@@ -110,7 +110,8 @@ def load_codec(
         return _without_template(tokenizer, model_dir, thinking, given)
     ends = _model_ends(model_dir)
     try:
-        native = None if format == "template" else _native(tokenizer, template, given, thinking, ends)
+        controls = _control(tokenizer, ends)
+        native = None if format == "template" else _native(tokenizer, template, given, thinking, controls)
         if native is not None:
             return native
         if format == "hermes":
@@ -133,7 +134,7 @@ def _without_template(
             f"{model_dir} has no chat template, and its tokenizer lacks {', '.join(missing)} of the ChatML/Hermes "
             "format: put the model's template there as chat_template.jinja"
         )
-    empty_thought, ends = variables.get("enable_thinking") is False, _model_ends(model_dir)
+    empty_thought, ends = variables.get("enable_thinking") is False, _control(tokenizer, _model_ends(model_dir))
     return HermesCodec(tokenizer, thinking=thinking, empty_thought=empty_thought, stop_ids=ends)
 
 
@@ -233,6 +234,12 @@ def _model_ends(model_dir: Path) -> list[int]:
         given = _read_json(model_dir / name).get("eos_token_id")
         ends += [token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)]
     return ends
+
+
+def _control(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Those that no text is encoded as. Where a model ends at another one, its job is refused (``_check_ends``)."""
+    known = {tokenizer.token_id(token) for token in tokenizer.control_tokens}
+    return [token for token in ids if token in known]
 
 
 def _read_json(path: Path) -> dict[str, JSON]:

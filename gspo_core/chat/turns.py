@@ -269,22 +269,24 @@ def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, list[s
     return {}
 
 
-def _types_of(schema: JSON, whole: JSON, depth: int = 0) -> list[str]:
+def _types_of(schema: JSON, whole: JSON, followed: set[str] | None = None) -> list[str]:
     """Those that it names. What is no object names none: ``true`` is a schema too, which anything satisfies.
 
-    ``whole``: where its references lead. One that leads nowhere, or on and on, is taken for an object."""
+    ``whole``: where its references lead. One that leads nowhere, or was ``followed`` before, is taken for an object."""
+    followed = set() if followed is None else followed
     if not isinstance(schema, dict):
         return []
     if "type" in schema:
         return [one for one in _several(schema["type"]) if isinstance(one, str)]
     if isinstance(reference := schema.get("$ref"), str):
-        found = _referenced(reference, whole) if depth < _MAX_DEPTH else None
-        return ["object"] if found is None else _types_of(found, whole, depth + 1)
+        found = None if reference in followed else _referenced(reference, whole)
+        followed.add(reference)
+        return ["object"] if found is None else _types_of(found, whole, followed)
     for one in _several(schema.get("allOf")):
-        if types := _types_of(one, whole, depth):
+        if types := _types_of(one, whole, followed):
             return types
     choices = [one for name in ("anyOf", "oneOf") for one in _several(schema.get(name)) if isinstance(one, dict)]
-    return [name for one in choices for name in _types_of(one, whole, depth) or ["object"]]
+    return [name for one in choices for name in _types_of(one, whole, followed) or ["object"]]
 
 
 def _referenced(reference: str, whole: JSON) -> JSON:
@@ -314,8 +316,6 @@ def _typed(text: str, types: Collection[str]) -> JSON:
         return text
 
 
-# References that lead to references.
-_MAX_DEPTH = 16
 _PYTHON_WORDS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 

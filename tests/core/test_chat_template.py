@@ -356,6 +356,13 @@ def test_values_are_typed_by_what_their_schema_refers_to(schema: Any, said: str,
     assert read_glm_xml(glm, [tool]) == read_qwen_xml(xml, [tool]) == ("put", {"x": value}, "ok")
 
 
+def test_references_that_multiply_are_followed_once() -> None:
+    many: Any = {f"{n}": {"anyOf": [{"$ref": f"#/$defs/{(n + m) % 40}"} for m in range(40)]} for n in range(40)}
+    parameters: Any = {"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": many}
+    tool: Any = {"type": "function", "function": {"name": "put", "parameters": parameters}}
+    assert read_glm_xml("put<arg_key>x</arg_key><arg_value>[2]</arg_value>", [tool]) == ("put", {"x": [2]}, "ok")
+
+
 def test_a_tool_without_parameters_takes_what_was_written() -> None:
     tool: Any = {"type": "function", "function": {"name": "put", "parameters": None}}
     assert read_glm_xml("put<arg_key>x</arg_key><arg_value>2</arg_value>", [tool]) == ("put", {"x": "2"}, "ok")
