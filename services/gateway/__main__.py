@@ -107,7 +107,13 @@ async def work(settings: Settings, fd: int | None, config: WorkerConfig, stop: a
         door.late = LateRewards(bus, Retrier(worker.counters, random.Random()), worker.counters, time.time)
         neighbours = Neighbours(config.name, bus, store.fleet, time.monotonic)
         forwarding = Middleware(
-            ForwardingMiddleware, name=config.name, absent=door.absent, neighbours=neighbours, http=http, leaving=stop
+            ForwardingMiddleware,
+            name=config.name,
+            keys=keys,
+            absent=door.absent,
+            neighbours=neighbours,
+            http=http,
+            leaving=stop,
         )
         talk_jobs = TalkJobs(store, config.engine_urls, engine_at, time.monotonic, random.Random())
         talks, keep = Talks(Functions(redis)), TrafficRetention(settings.traffic_keep_bytes, settings.traffic_keep_days)

@@ -185,6 +185,9 @@ class _Routes:
         return json_reply({"finished": True}, {})
 
     async def receipt(self, request: Request) -> Response:
+        """Of another gateway, which alone can say that it is one (``ForwardingMiddleware``)."""
+        if FORWARDED_BY not in request.headers:
+            raise HTTPException(404)
         key = key_of(request.headers)
         await self._turns.model_names(key)
         sent = await self._small(key, request)

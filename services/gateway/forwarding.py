@@ -1,8 +1,9 @@
 """Passes a request on to the gateway that holds its episode, so that several stand behind one address.
 
 Rule: a request goes to a gateway of this installation or nowhere: the address comes from Redis, the key was signed
-here, and a request that was passed on once is answered where it came to. Its answer is handed back byte by byte, and
-the gateway that gave it is told whether the client had all of it.
+here, and a request that was passed on once is answered where it came to. That it was, a gateway says in a header that
+nobody else can write: who could would take turns out of training, as not delivered. Its answer is handed back byte by
+byte, and the gateway that gave it is told whether the client had all of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gspo_core.types import EpisodeKey
 from services.gateway.dialects.faults import fault_of
 from services.gateway.dialects.turns import OVER, Refusal, RefusalKind
+from services.gateway.keys import Keys
 from services.gateway.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.streams import fault_reply
 from services.process.cancelling import cancel_all
@@ -65,6 +67,7 @@ class ForwardingMiddleware:
         app: ASGIApp,
         *,
         name: str,
+        keys: Keys,
         absent: Callable[[str], EpisodeKey | None],
         neighbours: Elsewhere,
         http: httpx.AsyncClient,
@@ -75,6 +78,7 @@ class ForwardingMiddleware:
         any more for an episode that nobody holds."""
         self._app = app
         self._name = name
+        self._keys = keys
         self._absent = absent
         self._neighbours = neighbours
         self._clock = clock
@@ -84,6 +88,8 @@ class ForwardingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_asked = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/v1beta/"))
         until = self._clock() + SEARCH_S
+        if is_asked:
+            scope = self._without_claims(scope)
         try:
             found = await self._elsewhere(scope, until) if is_asked else None
             while found is not None and not await self._is_passed_on(found, until, scope, receive, send):
@@ -94,13 +100,20 @@ class ForwardingMiddleware:
         if found is None:
             await self._app(scope, receive, send)
 
+    def _without_claims(self, scope: Scope) -> Scope:
+        """Without a header that says what is not so."""
+        said = Headers(scope=scope).get(FORWARDED_BY)
+        if said is None or self._keys.vouches(said):
+            return scope
+        return {**scope, "headers": [one for one in scope["headers"] if one[0] != FORWARDED_BY.encode()]}
+
     async def _is_passed_on(
         self, found: tuple[EpisodeKey, str], until: float, scope: Scope, receive: Receive, send: Send
     ) -> bool:
         """False: nobody is at that address, and the episode is worth another look. Raises ``Refusal``."""
         episode, address = found
         try:
-            await _Passing(self._http, address, self._name, scope, receive, send).run()
+            await _Passing(self._http, address, self._keys.vouch(self._name), scope, receive, send).run()
         except _NotReached as error:
             self._neighbours.forget(episode)
             get_logger().warning("a neighbour did not answer", address=address, error=str(error))
@@ -158,7 +171,7 @@ class _Passing:
     """One request."""
 
     def __init__(
-        self, http: httpx.AsyncClient, address: str, name: str, scope: Scope, receive: Receive, send: Send
+        self, http: httpx.AsyncClient, address: str, vouched: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self._http = http
         self._address = address
@@ -166,7 +179,7 @@ class _Passing:
         self._receive = receive
         self._send = send
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        self._headers = [(name, value) for name, value in sent if name not in _HOP_BY_HOP] + [(FORWARDED_BY, name)]
+        self._headers = [(name, value) for name, value in sent if name not in _HOP_BY_HOP] + [(FORWARDED_BY, vouched)]
         self._has_begun = False
         """Something of its body was taken."""
         self._is_read = asyncio.Event()

@@ -20,10 +20,11 @@ from gspo_core.types import EpisodeKey
 
 PREFIX = "ep_"
 PAYING = "rw_"
+NEIGHBOUR = "gw_"
 # Far longer than an episode may wait and play; what has ended is refused before that.
 KEPT_S = 14 * 24 * 3600
 _MAC_BYTES = 32
-_USES = {PREFIX: b"agent key 2\0", PAYING: b"reward key 1\0"}
+_USES = {PREFIX: b"agent key 2\0", PAYING: b"reward key 1\0", NEIGHBOUR: b"gateway 1\0"}
 _MAX_CHARS = 512
 # A server that is wiped more often leaves nobody who remembers.
 MAX_SECRETS = 4
@@ -83,13 +84,34 @@ class Keys:
         named = self.read(key)
         return self._signed(PAYING, f"{named.episode}/{named.attempt}/{named.expires_at}".encode())
 
+    def vouch(self, gateway: str) -> str:
+        """By this the gateways of an installation know each other's requests from those of agents."""
+        return self._signed(NEIGHBOUR, gateway.encode())
+
+    def vouches(self, said: str) -> bool:
+        try:
+            return said.startswith(NEIGHBOUR) and bool(self._words(said))
+        except UnknownKey:
+            return False
+
     def _signed(self, prefix: str, words: bytes) -> str:
         return prefix + base64.urlsafe_b64encode(_mac(self.secret, prefix, words) + words).decode().rstrip("=")
 
     def read(self, key: str) -> Named:
         """Raises ``UnknownKey``; whether it has expired is for the caller to judge."""
+        if not key.startswith((PREFIX, PAYING)):
+            raise UnknownKey
+        words, pays = self._words(key), key.startswith(PAYING)
+        try:
+            episode, epoch, number, expires_at = words.decode().rsplit("/", 3)
+            return Named(EpisodeKey.parse(episode), AttemptId(int(epoch), int(number)), int(expires_at), pays)
+        except (InvalidValue, ValueError):  # of another release
+            raise UnknownKey from None
+
+    def _words(self, key: str) -> bytes:
+        """What was signed, in one of the known uses. Raises ``UnknownKey``."""
         prefix, body = key[: len(PREFIX)], key[len(PREFIX) :]
-        if prefix not in (PREFIX, PAYING) or len(key) > _MAX_CHARS or not body.isascii():
+        if len(key) > _MAX_CHARS or not body.isascii():
             raise UnknownKey
         try:
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
@@ -98,13 +120,7 @@ class Keys:
         mac, words = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not any(hmac.compare_digest(mac, _mac(secret, prefix, words)) for secret in self._secrets):
             raise UnknownKey
-        try:
-            episode, epoch, number, expires_at = words.decode().rsplit("/", 3)
-            return Named(
-                EpisodeKey.parse(episode), AttemptId(int(epoch), int(number)), int(expires_at), prefix == PAYING
-            )
-        except (InvalidValue, ValueError):  # of another release
-            raise UnknownKey from None
+        return words
 
 
 def _mac(secret: bytes, prefix: str, words: bytes) -> bytes:

@@ -18,6 +18,7 @@ from gspo_core.types import EpisodeKey
 from services.gateway.app import DIALECTS
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.forwarding import FORWARDED_BY, RECEIPT, SEARCH_S, ForwardingMiddleware, between_gateways
+from services.gateway.keys import Keys
 from services.process.ports import free_port
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
@@ -62,6 +63,7 @@ def absent(key: str) -> EpisodeKey:
 
 def forwarding(book: Book, is_absent: Callable[[str], EpisodeKey | None] = absent, **more: Any) -> Middleware:
     more = {"leaving": asyncio.Event()} | more
+    more = {"keys": Keys(bytes(32))} | more
     return Middleware(ForwardingMiddleware, name="near", absent=is_absent, neighbours=book, http=book.http, **more)
 
 
@@ -113,17 +115,32 @@ async def test_what_a_neighbour_never_confirms_was_not_delivered() -> None:
     speaker = SPEAKERS["chat"]
     async with serving(far) as holder:
         options = asked(speaker, stream=False)
-        options["headers"] = {**BEARER, FORWARDED_BY: "near"}
+        options["headers"] = passed_on = {**BEARER, FORWARDED_BY: "near"}
         turn = (await holder.http.post(speaker.path, **options)).headers["x-gspo-turn"]
         assert far.answerings[0].fate == []
         no = {"turn": turn, "delivered": False}
-        assert (await holder.http.post(RECEIPT, json=no, headers=BEARER)).status_code == 200
+        assert (await holder.http.post(RECEIPT, json=no, headers=passed_on)).status_code == 200
         assert far.answerings[0].fate == ["dropped"]
         yes = {"turn": turn, "delivered": True}
-        assert (await holder.http.post(RECEIPT, json=yes, headers=BEARER)).status_code == 200
+        assert (await holder.http.post(RECEIPT, json=yes, headers=passed_on)).status_code == 200
         assert far.answerings[0].fate == ["dropped"]
-        stranger = {"Authorization": "Bearer ep_other"}
+        stranger = {"Authorization": "Bearer ep_other", FORWARDED_BY: "near"}
         assert (await holder.http.post(RECEIPT, json=yes, headers=stranger)).status_code == 401
+
+
+async def test_who_is_no_gateway_cannot_say_that_it_is_one() -> None:
+    """Else its turn would wait for a receipt, count as not delivered, and not be trained."""
+    speaker, others = SPEAKERS["chat"], Keys(b"1" * 32).vouch("near")
+    for said in ("near", "gw_", others, others.replace("gw_", "ep_", 1)):
+        here = FakeTurns([Scripted("Hello")])
+        async with between_gateways() as http, serving(here, forwarding=forwarding(Book(http), lambda _: None)) as one:
+            options = asked(speaker, stream=False)
+            options["headers"] = {**options["headers"], FORWARDED_BY: said}
+            answer = await one.http.post(speaker.path, **options)
+            assert (answer.status_code, "x-gspo-turn" in answer.headers) == (200, False)
+            await until(lambda turns=here: "delivered" in turns.answerings[0].fate)
+            receipt = {"turn": here.answerings[0].id, "delivered": False}
+            assert (await one.http.post(RECEIPT, json=receipt, headers=options["headers"])).status_code == 404
 
 
 @pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
@@ -172,7 +189,7 @@ async def test_nothing_is_passed_on_without_a_right_key_nor_twice() -> None:
     async with between_gateways() as http, serving(near, forwarding=forwarding(Book(http, NOWHERE))) as gateway:
         wrong = await gateway.http.get("/v1/models", headers={"Authorization": "Bearer ep_wrong"})
         assert wrong.status_code == 401
-        again = await gateway.http.get("/v1/models", headers={**BEARER, FORWARDED_BY: "far"})
+        again = await gateway.http.get("/v1/models", headers={**BEARER, FORWARDED_BY: Keys(bytes(32)).vouch("far")})
         assert again.status_code == 200
         health = await gateway.http.get("/healthz")
         assert health.status_code == 200
