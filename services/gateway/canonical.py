@@ -1,7 +1,8 @@
 """What a conversation says, whatever spelling a client sends it in: the digests by which histories are compared.
 
 Rule: ids of calls never count, only which call a result answers; of an assistant's message its words and calls count,
-not its reasoning nor the blanks around it, because clients drop these. Everything else counts to the letter.
+not its reasoning nor the blanks around it, because clients drop these. Of a call's numbers the value counts that
+JavaScript has of them: who reads a call there and writes it back has spelled 1.0 as 1. All else counts to the letter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _SIZE = 16
 # Writing more at once holds the interpreter, so that nobody is answered meanwhile.
 _PIECE_CHARS = 256 << 10
 _INSTRUCTED = b"instructions"
+_EXACT = 2**53
 _write = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -72,7 +74,7 @@ def of_instructions(messages: Sequence[Message], said: Sequence[bytes]) -> bytes
 
 def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
     """Of an assistant's message; equal to ``of_message`` of the message that says the same."""
-    return _digest(["assistant", text.strip(), [[name, arguments] for name, arguments in calls]])
+    return _digest(["assistant", text.strip(), [[name, _as_numbers_go(arguments)] for name, arguments in calls]])
 
 
 def of_beginning(message: Message, num_chars: int) -> tuple[bytes, str]:
@@ -104,7 +106,22 @@ def _call(call: MessageCall) -> JSON:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # as it stands, then
             arguments = json.loads(arguments) if arguments else {}
-    return [function.get("name"), arguments]
+    return [function.get("name"), _as_numbers_go(arguments)]
+
+
+def _as_numbers_go(value: JSON) -> JSON:
+    """With all numbers as the nearest of 64 bits, and those without a fraction as integers while these are exact."""
+    if isinstance(value, dict):
+        return {name: _as_numbers_go(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_as_numbers_go(one) for one in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        number = float(value)
+    except OverflowError:
+        return value
+    return int(number) if abs(number) <= _EXACT and number.is_integer() else number
 
 
 def _digest(values: Sequence[object]) -> bytes:

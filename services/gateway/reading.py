@@ -98,4 +98,5 @@ def certain(codec: ChatCodec, ids: Sequence[int], tools: Sequence[ToolSchema], *
         return Reading(_texts(codec, ids, parsed, calls)[0], parsed.reasoning, calls, parsed)
     may_be_call = not parsed.calls and parsed.text.startswith("{")
     text = "" if may_be_call else parsed.text
-    return Reading(text.rstrip(DAMAGED).rstrip(), parsed.reasoning.rstrip(DAMAGED).rstrip(), (), parsed)
+    reasoning = parsed.reasoning if parsed.text else parsed.reasoning.rstrip(DAMAGED).rstrip()
+    return Reading(text.rstrip(DAMAGED).rstrip(), reasoning, (), parsed)
