@@ -167,12 +167,15 @@ class AgentEpisode:
             raise self._too_long(f"more than {num_beyond}")
         return await self._plan.encoded(ask)
 
-    def knows(self, ask: TurnRequest) -> bool:
-        """Whether ``ask`` repeats a request, or goes on from a turn."""
+    def knows(self, ask: TurnRequest, beginnings: Sequence[bytes] = ()) -> bool:
+        """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages behind its tools,
+        for who asks many episodes; empty: not known."""
         history = self.history
         key = of_key(ask.repeat_key)
         if (key and history.named(key) is not None) or (ask.is_retry and history.equal(ask.digest)):
             return True
+        if beginnings and not history.has_any(beginnings):
+            return False
         try:
             place = self._plan.place(ask)
         except Refusal:
@@ -188,7 +191,7 @@ class AgentEpisode:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
-        encoded = await self._plan.encoded(ask)
+        encoded = await self._encoded(ask) if is_long(ask) else None
         return self._plan.beginning(self._plan.place(ask), ask, encoded).num_prompt
 
     async def reward(self, value: float, turn: str = "", token: str = "", *, pays: bool = False) -> None:

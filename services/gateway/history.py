@@ -174,6 +174,10 @@ class History:
         """Whether a later request goes on from it."""
         return entry.number in self._continued
 
+    def has_any(self, beginnings: Iterable[bytes]) -> bool:
+        """Whether a turn was asked for by one of these beginnings of a conversation (``prefixes``)."""
+        return any(beginning in self._by_request for beginning in beginnings)
+
     def equal(self, digest: str) -> Sequence[TurnEntry]:
         """The turns that were asked for by the same request, oldest first."""
         return self._by_digest.get(digest, ()) if digest else ()

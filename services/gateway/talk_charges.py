@@ -79,4 +79,5 @@ def _as_refusals() -> Iterator[None]:
 
 
 def used_up(what: str) -> Refusal:
-    return Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {what}")
+    """``what``: as ``Full`` names it."""
+    return Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {'seconds' if what == 'ms' else what}")

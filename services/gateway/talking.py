@@ -21,6 +21,7 @@ from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.outbox import Outbox
+from services.gateway.canonical import of_tools, prefixes
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
 from services.gateway.in_turn import Deciding, in_turn
@@ -174,7 +175,7 @@ class Talking:
         return delivery
 
     async def count_tokens(self, key: str, ask: TurnRequest) -> int:
-        presented = await self._known(key)
+        presented = await self._known(key, has_turn=False)
         job = await self._jobs.get(presented.job)
         conversation = self._continued(presented.id, ask) or self._conversation(presented, job, "")
         return await conversation.episode.count_tokens(ask)
@@ -239,7 +240,8 @@ class Talking:
 
     def _continued(self, key: str, ask: TurnRequest) -> _Conversation | None:
         """All its messages are looked at, in each conversation."""
-        return next((one for one in self._theirs(key, ask) if one.episode.knows(ask)), None)
+        beginnings = prefixes(ask.said, of_tools(ask.tools)) if ask.said else ()
+        return next((one for one in self._theirs(key, ask) if one.episode.knows(ask, beginnings)), None)
 
     def _theirs(self, key: str, ask: TurnRequest) -> Iterator[_Conversation]:
         """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""

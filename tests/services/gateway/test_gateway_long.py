@@ -125,7 +125,12 @@ async def test_what_cannot_fit_is_refused_before_it_is_encoded_as_a_whole(codec:
         request(user("one two " * 30_000)),
         request(*[user("one two " * 100) for _ in range(300)]),
         request(user("short"), tools=(described("one two " * 30_000),)),
+        request(user("short"), {"role": "assistant", "content": "one two " * 30_000}, user("short")),
+        request(user("short"), asked({"at": "one two " * 30_000}), user("short")),
     ):
+        with pytest.raises(Refusal, match=r"has more than \d+ tokens"):
+            await bench.episode.count_tokens(ask)
+
         with pytest.raises(Refusal, match=r"has more than \d+ tokens; it must have fewer than 1000") as refusal:
             await bench.episode.ask(ask)
         assert refusal.value.kind is RefusalKind.TOO_LONG
@@ -144,14 +149,16 @@ async def test_what_cannot_fit_is_refused_by_a_limit_that_was_met_before_it(code
 
 
 def test_nobody_is_refused_who_might_fit():
-    """A text of few tokens that are long, and words of the assistant's, which a template may leave out."""
+    """A text of few tokens that are long, and words of the assistant's, which a template may leave out, where they are
+    not many times what fits."""
     few = request(user(" " * 1_000_000))
     assert may_be_too_long(few, 10_000)
     assert num_beyond(few, lambda text: [0] * (len(text) // 64 + 1), 10_000) is None
-    assistant: Any = {"role": "assistant", "content": "one two " * 100_000}
-    left_out = request(user("a"), assistant, user("b"))
-    assert may_be_too_long(left_out, 10_000)
-    assert num_beyond(left_out, list, 10_000) is None
+    for times, is_refused in ((30, False), (50, True)):
+        assistant: Any = {"role": "assistant", "content": "one two " * times * 500}
+        left_out = request(user("a"), assistant, user("b"))
+        assert may_be_too_long(left_out, 5_000)
+        assert (num_beyond(left_out, lambda text: [0] * (len(text) // 2), 5_000) is not None) == is_refused
     assert num_beyond(request(user("a" + " \n" * 100_000)), list, 10_000) is None  # some templates strip it
     assert num_beyond(request(user("one two " * 100_000)), list, 10_000)
 
@@ -159,10 +166,15 @@ def test_nobody_is_refused_who_might_fit():
 async def test_tools_and_arguments_are_encoded_beside_the_event_loop_too(codec: HermesCodec):
     bench, watched = bench_of(codec)
     await bench.episode.ask(request(user("a"), tools=(described(LONG),)))
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": LONG}}}
-    asked: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
-    await bench.episode.ask(request(user("a"), asked, {"role": "tool", "content": "b", "tool_call_id": "1"}))
+    await bench.episode.ask(
+        request(user("a"), asked({"at": LONG}), {"role": "tool", "content": "b", "tool_call_id": "1"})
+    )
     assert watched.calls == [("render", True), ("render", True)]
+
+
+def asked(arguments: Any) -> Any:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def described(text: str) -> Any:

@@ -172,6 +172,7 @@ async def test_a_key_that_is_used_up_is_refused_by_the_name_of_what_it_has_used(
     with pytest.raises(Refusal, match=f"has used up its {detail}") as refusal:
         await place.say(key, HI)
     assert refusal.value.kind is RefusalKind.OVER_BUDGET
+    assert await refused(place.talking.count_tokens(key, request(HI))) is RefusalKind.OVER_BUDGET
 
 
 async def test_keys_that_are_none_expired_or_revoked_are_refused(place: Place) -> None:
