@@ -177,7 +177,7 @@ def _messages(reader: Reader, sent: FieldValue) -> list[Message]:
     if role.value == "user":
         return _of_user(reader, content)
     if role.value == "system":
-        return [{"role": "system", "content": asks.read_text(reader, content)}]
+        return [{"role": "system", "content": asks.read_instructions(reader, content)}]
     raise role.fault("must be user, assistant or system")
 
 

@@ -181,8 +181,9 @@ def _message(reader: Reader, sent: FieldValue) -> Message:
         message = {"role": "tool", "tool_call_id": taken.need("tool_call_id").name()}
         message["content"] = asks.read_text(reader, taken.need("content"))
     elif role.value in ("system", "developer", "user"):
-        kind = "user" if role.value == "user" else "system"
-        message = {"role": kind, "content": asks.read_text(reader, taken.need("content"))}
+        is_users = role.value == "user"
+        read = asks.read_text if is_users else asks.read_instructions
+        message = {"role": "user" if is_users else "system", "content": read(reader, taken.need("content"))}
     else:
         raise role.fault("must be system, developer, user, assistant or tool")
     if name is not None and role.value == "tool":

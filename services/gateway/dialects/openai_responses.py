@@ -257,7 +257,9 @@ class _Conversation:
         taken.end(f"an item of type {kind}")
 
     def _message(self, taken: ReadFields) -> None:
-        role, text = taken.need("role"), asks.read_text(self._reader, taken.need("content"))
+        role = taken.need("role")
+        read = asks.read_instructions if role.value in ("system", "developer") else asks.read_text
+        text = read(self._reader, taken.need("content"))
         if role.value == "assistant":
             turn = self._turn
             if turn is not None and "tool_calls" in turn:  # no result of a call stands between them
