@@ -28,6 +28,7 @@ from gspo_core.learner.attention import PACKED
 from gspo_core.learner.policy import UnsupportedModel
 from gspo_core.learner.skeleton import MissingWeights, Skeleton, fill, skeleton_of
 from gspo_core.learner.weight_files import UnreadableWeights, WeightFiles
+from gspo_core.log.layout import WEIGHTS_MANIFEST
 from gspo_core.model_files import HEAD_SETTINGS
 
 if TYPE_CHECKING:
@@ -183,10 +184,11 @@ def _add_small_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
 
 
 def copy_small_files(directory: Path, source: Path) -> None:
-    """What of a model directory is neither weights nor its configuration: tokenizer, chat template."""
+    """What of a model directory is neither weights nor its configuration: tokenizer, chat template. The manifest of a
+    version that it was published as tells of other files."""
     for path in source.iterdir():
         is_small = path.suffix in _COPIED and not path.name.endswith(_WEIGHTS)
-        if path.is_file() and is_small and path.name != _CONFIG:
+        if path.is_file() and is_small and path.name not in (_CONFIG, WEIGHTS_MANIFEST):
             shutil.copyfile(path, directory / path.name)
 
 

@@ -114,6 +114,7 @@ def test_published_weights_are_the_policy(directories: dict[str, Path], family: 
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "code.py").write_text("raise SystemExit")
+    (source / "manifest.json").write_text("{}")  # of a version of another job
     learner = make_learner(source)
     sequences = make_sequences(6)
     with_behavior(learner, sequences)
@@ -124,6 +125,7 @@ def test_published_weights_are_the_policy(directories: dict[str, Path], family: 
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     assert not (tmp_path / "out/code.py").exists()
+    assert not (tmp_path / "out/manifest.json").exists()
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
     # the names that engines know are those that training started from
     assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(source / "model.safetensors").keys()
