@@ -179,6 +179,13 @@ class AcpSpec(Documented):
     none."""
 
 
+# Of texts that differ from one request to the next: each is looked for in every request.
+MAX_VOLATILE, MAX_VOLATILE_CHARS = 16, 256
+
+_VolatileName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+_Volatile = Annotated[str, StringConstraints(max_length=MAX_VOLATILE_CHARS, pattern=r"^[^*\n][^\n]*$")]
+
+
 class AgentSpec(Documented):
     """How the agent is started, once an episode. With nothing given, `ref` names a function `run(task, llm)`."""
 
@@ -211,6 +218,13 @@ class AgentSpec(Documented):
     """What becomes of fields of a request that are not acted on here. `refuse`: the request is, by the field's name;
     `say`: it is answered without them, and the answer's header `x-gspo-ignored` names them. What belongs to the
     conversation, or what an answer is of no use without, is refused all the same."""
+    volatile: Annotated[dict[_VolatileName, _Volatile], Field(max_length=MAX_VOLATILE)] = Field(
+        default_factory=dict, exclude_if=lambda value: not value
+    )
+    """Texts that its agent writes anew into each request, such as the time or a nonce, each by a name of yours:
+    `{"clock": "The time is *."}`. They are left out of system and user messages, or each turn would read all again;
+    `*` stands for anything within a line, and at the end of the pattern for the rest of it. A line of which nothing is
+    left goes with its end. The answer's header `x-gspo-ignored` names what was left out (`volatile.clock`)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -128,7 +128,7 @@ class _Routes:
             answering: Answering = await self._turns.ask(key, ask)
         question = question.without_history()
         model = question.model if question.model in names else names[0]
-        headers = _ignored(question, names)
+        headers = _ignored(question, names, answering.left_out)
         if FORWARDED_BY in request.headers:
             headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
         self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")
@@ -231,10 +231,11 @@ def _name_of(path: str) -> str:
     return "gemini" if path == PREFIX else path.removeprefix("/v1/").replace("/", "_")
 
 
-def _ignored(question: ParsedRequest, names: Sequence[str]) -> dict[str, str]:
+def _ignored(question: ParsedRequest, names: Sequence[str], left_out: Sequence[str] = ()) -> dict[str, str]:
     """Tells what the client asked for and the job decides, or has passed over."""
     passed_over = dict.fromkeys(without_index(one.param) for one in question.unsupported)
-    ignored = [*question.ignored, *passed_over, *(["model"] if question.model not in names else [])]
+    volatile = [f"{VOLATILE}{name}" for name in left_out]
+    ignored = [*question.ignored, *volatile, *passed_over, *(["model"] if question.model not in names else [])]
     told = list(dict.fromkeys(one if _TELLABLE.fullmatch(one) else "unknown" for one in ignored))
     return {"x-gspo-ignored": ",".join([*told[:MAX_TOLD], *(["more"] if len(told) > MAX_TOLD else [])])} if told else {}
 

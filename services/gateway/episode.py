@@ -28,6 +28,7 @@ from services.gateway.endings import first_call_end, head, stop_text_end
 from services.gateway.history import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
 from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.keys import AttemptId
+from services.gateway.leaving_out import without_volatile
 from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
@@ -150,13 +151,16 @@ class AgentEpisode:
             ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
+        ask = await without_volatile(ask, self._order.volatile)
         # Else a retry would be a turn, and so would what it repeats.
         async with in_turn(self._deciding, ask.digest):
             encoded = await self._encoded(ask) if is_long(ask) else None
             async with charged:
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
-        return Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
+        delivery = Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
+        delivery.left_out = ask.dropped
+        return delivery
 
     async def _encoded(self, ask: TurnRequest) -> Encoded | None:
         """Of a long one. Raises ``Refusal``."""
@@ -191,6 +195,7 @@ class AgentEpisode:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
+        ask = await without_volatile(ask, self._order.volatile)
         encoded = await self._encoded(ask) if is_long(ask) else None
         return self._plan.beginning(self._plan.place(ask), ask, encoded).num_prompt
 

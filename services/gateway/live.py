@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
@@ -96,6 +96,7 @@ class Delivery:
         self._is_over = False
         self.trace = ""
         """Of a conversation: its id."""
+        self.left_out: Sequence[str] = ()
         turn.deliveries.add(self)
 
     @property

@@ -7,7 +7,7 @@ not delivered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from services.gateway.dialects.turns import Answer, Answering, Piece
 
@@ -73,6 +73,10 @@ class Forwarded:
     @property
     def trace(self) -> str:
         return self._answering.trace
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        return self._answering.left_out
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         return aiter(self._answering)

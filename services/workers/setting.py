@@ -204,6 +204,8 @@ class EpisodeSpec:
     """Also samples beside the one that its agent went on from."""
     says_unsupported: bool = False
     """Fields of requests that are not acted on are said, and not refused."""
+    volatile: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of what its agent writes anew into each request, by their names."""
     evidence_bytes: int = 0
     """Kept of what its reward was made from."""
     is_one_of_several: bool = False
@@ -246,6 +248,7 @@ class EpisodeSpec:
             rewards_from=None if agent is None else agent.rewards,
             trains_rejected=agent is not None and agent.rejected == "train",
             says_unsupported=agent is not None and agent.unsupported == "say",
+            volatile={} if agent is None else agent.volatile,
             reward_range=None if agent is None else environment.reward_range,
             reward_deadline_s=spec.rewards.deadline_s,
             evidence_bytes=spec.rewards.evidence_bytes if keeps_evidence else 0,

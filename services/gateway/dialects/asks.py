@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -37,24 +38,30 @@ def make_ask(
     *,
     single_call: bool = False,
 ) -> TurnRequest:
-    # Without a seed as before there were seeds: digests are kept over releases.
-    seeds = [] if seed is None else [seed.seed()]
-    singles = ["single call"] if single_call else []
-    canonical = msgspec.json.encode([messages, tools, choice, max_tokens, stop, *seeds, *singles], order="sorted")
     count = headers.get("x-stainless-retry-count", "0")
-    return TurnRequest(
-        messages=tuple(messages),
-        tools=tuple(tools),
-        choice=choice,
-        max_tokens=max_tokens,
-        stop=tuple(stop),
-        digest=hashlib.sha256(canonical).hexdigest(),
-        repeat_key=_repeat_key(headers),
-        is_retry=count.isdecimal() and bool(count.strip("0")),
-        num_bytes=len(canonical),
-        seed=seeds[0] if seeds else None,
-        single_call=single_call,
+    return with_digest(
+        TurnRequest(
+            messages=tuple(messages),
+            tools=tuple(tools),
+            choice=choice,
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            repeat_key=_repeat_key(headers),
+            is_retry=count.isdecimal() and bool(count.strip("0")),
+            seed=None if seed is None else seed.seed(),
+            single_call=single_call,
+        )
     )
+
+
+def with_digest(ask: TurnRequest) -> TurnRequest:
+    """That of what ``ask`` says."""
+    # Without a seed as before there were seeds: digests are kept over releases.
+    seeds = [] if ask.seed is None else [ask.seed]
+    singles = ["single call"] if ask.single_call else []
+    said = [ask.messages, ask.tools, ask.choice, ask.max_tokens, ask.stop, *seeds, *singles]
+    canonical = msgspec.json.encode(said, order="sorted")
+    return replace(ask, digest=hashlib.sha256(canonical).hexdigest(), num_bytes=len(canonical))
 
 
 def _repeat_key(headers: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ Rule: these types name no HTTP and no wire format. An answer is durable before a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias
@@ -210,6 +210,11 @@ class Answering(Protocol):
     @property
     def trace(self) -> str:
         """The conversation that keeps it, by the id that the API has for it; empty in an episode."""
+        ...
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """``TurnRequest.dropped`` of the request, with what its job has left out."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]: ...

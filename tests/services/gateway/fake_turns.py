@@ -69,6 +69,7 @@ class FakeAnswering:
         self.created_at = self.answer.created_at
         self.num_prompt_tokens = self.answer.usage.num_prompt_tokens
         self.trace = scripted.trace
+        self.left_out = ()
         self.num_taken = 0
         self.fate: list[str] = []
         """``delivered`` and ``dropped``, as often as they were said."""

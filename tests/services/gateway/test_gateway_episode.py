@@ -623,6 +623,29 @@ async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec:
     assert not strict.policy.served
 
 
+async def test_what_a_job_calls_volatile_is_read_by_nobody_and_begins_no_branch(codec: HermesCodec) -> None:
+    agent = {"pull": True, "volatile": {"clock": "It is *.", "nonce": "<n>*</n>"}}
+    one = bench(codec, "One.", "Two.", "Three.", environments=[{"ref": "tests:Counter", "agent": agent}])
+
+    def at(hour: int) -> list[Message]:
+        return [{"role": "system", "content": f"Help.\nIt is {hour}.\nBe kind."}, user(f"<n>{hour}</n>hello")]
+
+    answer = await one.ask(*at(1))
+    delivery = await one.episode.ask(request(*at(2), said(answer), user("It is 7. more")))
+    second = await delivery.whole()
+    assert delivery.left_out == ("clock", "nonce")
+    read = codec.tokenizer.decode(one.policy.served[0].prompt)
+    assert "Help.\nBe kind." in read
+    assert "It is" not in read
+    assert "<n>" not in read
+    assert (one.counters["drift/dropped_clock"], one.counters["drift/dropped_nonce"]) == (2, 2)
+    assert second.usage.num_stored_tokens > 0
+    history = [*at(4), said(answer), user(" more")]
+    assert await one.episode.count_tokens(request(*history)) == second.usage.num_prompt_tokens
+    assert (await one.ask(*at(5), said(answer), user(" more"), is_retry=True)).id == second.id
+    assert "drift/forks" not in one.counters
+
+
 async def _counted(one: Bench, fault: Refusal) -> int:
     return await one.episode.count_tokens(request(HI, unsupported=(fault,)))
 
