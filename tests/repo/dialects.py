@@ -26,7 +26,7 @@ Anthropic's Messages (`POST /v1/messages`, `POST /v1/messages/count_tokens`) and
 whole and as streams, and lists its models (`GET /v1/models`, `GET /v1beta/models`), or tells of one
 (`GET /v1/models/MODEL`, `GET /v1beta/models/MODEL`). The key of the episode is sent as
 `Authorization: Bearer`, as `x-api-key` or as `x-goog-api-key`, whichever the client likes. A key in a URL (`?key=`) is
-refused.
+not read: Gemini's paths refuse it, the others pass it over.
 
 Nothing is passed over in silence. A field is acted on; or the job decides instead, and the answer names it in the
 header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, with the reason. A field that is not
