@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+import httpx
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp
 
@@ -106,15 +107,7 @@ async def work(settings: Settings, fd: int | None, config: WorkerConfig, stop: a
         )
         door.late = LateRewards(bus, Retrier(worker.counters, random.Random()), worker.counters, time.time)
         neighbours = Neighbours(config.name, bus, store.fleet, time.monotonic)
-        forwarding = Middleware(
-            ForwardingMiddleware,
-            name=config.name,
-            keys=keys,
-            absent=door.absent,
-            neighbours=neighbours,
-            http=http,
-            leaving=stop,
-        )
+        forwarding = _forwarding(config.name, keys, door, neighbours, http, stop)
         talk_jobs = TalkJobs(store, config.engine_urls, engine_at, time.monotonic, random.Random())
         talks, keep = Talks(Functions(redis)), TrafficRetention(settings.traffic_keep_bytes, settings.traffic_keep_days)
         talking = Talking(talks, talk_jobs, keep, time.time, redact=redactor_of(settings))
@@ -132,6 +125,20 @@ async def work(settings: Settings, fd: int | None, config: WorkerConfig, stop: a
             await talking.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
+
+
+def _forwarding(
+    name: str, keys: Keys, door: EpisodeRouter, neighbours: Neighbours, http: httpx.AsyncClient, leaving: asyncio.Event
+) -> Middleware:
+    return Middleware(
+        ForwardingMiddleware,
+        name=name,
+        keys=keys,
+        absent=door.absent,
+        neighbours=neighbours,
+        http=http,
+        leaving=leaving,
+    )
 
 
 async def answer(app: ASGIApp, bind: str, fd: int | None, has_ended: asyncio.Event) -> None:
