@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,6 +49,8 @@ it had asked for: the machine's own lag.
 | what comes | body, MiB | answer | it took, s | lag p50 ms | p99 ms | largest ms | machine p99 ms | largest ms |
 |---|---|---|---|---|---|---|---|---|
 {rows}
+
+The process held {before:.0f} MiB when its streams were open, and {most:.0f} MiB at most.
 """
 
 
@@ -130,8 +133,12 @@ def many_messages() -> bytes:
     return asking([*messages, {"role": "user", "content": "and now?"}])
 
 
-def one_text() -> bytes:
-    return asking([{"role": "user", "content": words(MAX_BODY_BYTES // 5)[: MAX_BODY_BYTES - 4096]}])
+def one_text(role: str = "user") -> bytes:
+    return asking([{"role": role, "content": words(MAX_BODY_BYTES // 5)[: MAX_BODY_BYTES - 4096]}, *BEHIND[role]])
+
+
+# What a history ends with that has one text of this role.
+BEHIND: dict[str, list[dict[str, object]]] = {"user": [], "assistant": [{"role": "user", "content": "and now?"}]}
 
 
 def empty_lists() -> bytes:
@@ -141,6 +148,7 @@ def empty_lists() -> bytes:
 SHAPES: dict[str, Callable[[], bytes]] = {
     "a history of 2,000 messages": many_messages,
     "one text": one_text,
+    "one text of the assistant's": partial(one_text, "assistant"),
     "empty lists": empty_lists,
 }
 
@@ -170,7 +178,8 @@ async def arrival(gateway: Gateway, episode: Episode, name: str, body: bytes) ->
     return found
 
 
-async def measure(num_streams: int) -> tuple[int, list[Arrival]]:
+async def measure(num_streams: int) -> tuple[int, list[Arrival], tuple[float, float]]:
+    """Beside what arrived: how many streams were open, and MiB of memory before and at most."""
     bodies = {name: make() for name, make in SHAPES.items()}
     seconds = (STREAM_S, STREAM_S)
     async with open_gateway(turn_tokens=TURN_TOKENS, seconds=seconds, max_episodes=num_streams + 8) as gateway:
@@ -184,27 +193,30 @@ async def measure(num_streams: int) -> tuple[int, list[Arrival]]:
             reading.append(asyncio.create_task(one.read()))
             await asyncio.sleep(0 if place % OPENED_A_SECOND else 1.0)
         await asyncio.gather(*(one.is_open.wait() for one in opened))
+        before = gateway.process.resident_bytes()
         found = [await arrival(gateway, asks, "nothing", b"")]
         for name, body in bodies.items():
             found.append(await arrival(gateway, asks, name, body))
-        count = msgspec.json.encode({"model": "policy", "messages": [{"role": "user", "content": words(100_000)}]})
-        found.append(await counted(gateway, asks, count))
+        found.append(await counted(gateway, asks, "one text, counted", words(MAX_BODY_BYTES // 6)))
+        found.append(await counted(gateway, asks, "a text of 100,000 tokens, counted", words(100_000)))
         num_open = sum(not one.is_whole for one in opened)
         for task in reading:
             task.cancel()
-        return num_open, found
+        return num_open, found, (before / 2**20, gateway.process.most_resident_bytes() / 2**20)
 
 
-async def counted(gateway: Gateway, episode: Episode, body: bytes) -> Arrival:
+async def counted(gateway: Gateway, episode: Episode, name: str, text: str) -> Arrival:
     """The prompt that it becomes, which is made in the same way."""
+    body = msgspec.json.encode({"model": "policy", "messages": [{"role": "user", "content": text}]})
     headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
     url = f"{gateway.url}/messages/count_tokens"
     async with pinging(gateway, episode) as found_ms:
         started = time.perf_counter()
         answer = await gateway.http.ask("POST", url, headers, body, httpx.Timeout(600))
         took_s = time.perf_counter() - started
-    told = f"{answer.status_code}, {json.loads(answer.content).get('input_tokens', 0):,} tokens"
-    found = Arrival("a text of 100,000 tokens, counted", len(body), told, took_s, *found_ms)
+    read = json.loads(answer.content)
+    told = f"{read['input_tokens']:,} tokens" if answer.status_code == 200 else read["error"]["type"]
+    found = Arrival(name, len(body), f"{answer.status_code}, {told}", took_s, *found_ms)
     print(found.row(), flush=True)
     return found
 
@@ -220,7 +232,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--look", action="store_true", help="print only; nothing is stored")
     arguments = parser.parse_args()
-    num_open, found = asyncio.run(measure(arguments.streams))
+    num_open, found, (before, most) = asyncio.run(measure(arguments.streams))
     page = PAGE.format(
         streams=arguments.streams,
         open=num_open,
@@ -228,6 +240,8 @@ def main() -> None:
         date=datetime.date.today().isoformat(),
         machine=machine(),
         rows="\n".join(one.row() for one in found),
+        before=before,
+        most=most,
     )
     print(page)
     if not arguments.look:

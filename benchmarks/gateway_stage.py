@@ -145,6 +145,11 @@ class Process:
     def resident_bytes(self) -> int:
         return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def most_resident_bytes(self) -> int:
+        """Since it began."""
+        fields = dict(line.split(":") for line in (self._folder / "status").read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+
 
 @dataclass
 class Gateway:
