@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.gateway.canonical import of_answer, of_instructions, of_message, of_opening
+from services.gateway.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
 from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
 from services.gateway.endings import before_stop_text
 from services.gateway.history import PrefixMatch, TurnEntry
@@ -68,18 +68,15 @@ class Answers:
             self._note(entry, self._reading(entry, tools))
         return entry.answer
 
-    def is_joined(self, entry: TurnEntry, message: Message, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the message is the answer with other blanks between its texts before and behind calls: some clients
-        keep both and join them in a way of their own."""
+    def is_told_anew(self, entry: TurnEntry, message: Message, tools: Sequence[ToolSchema]) -> bool:
+        """Whether the message is the answer as some clients write it again: with other blanks between its texts before
+        and behind calls, and with numbers in these as JavaScript has them."""
         if not message.get("tool_calls"):
             return False
         reading = self._reading(entry, tools)
-        behind = reading.text[len(reading.text) - reading.num_behind :].strip()
-        before = reading.text.removesuffix(behind).strip()
-        text = text_of(message).strip()
-        if not behind or not (text.startswith(before) and text[len(before) :].strip() == behind):
-            return False
-        return of_message({**message, "content": reading.text}) == self.digest(entry, tools)
+        told = {**message, "content": reading.text} if _is_joined(reading, text_of(message).strip()) else message
+        calls = [(call.name, as_javascript_writes(call.arguments)) for call in reading.calls]
+        return of_message(told) in (self.digest(entry, tools), of_answer(reading.text, calls))
 
     def is_in(self, entry: TurnEntry, text: str) -> bool:
         """Whether ``text`` quotes what the turn said; of a few characters it might do so by chance."""
@@ -132,6 +129,13 @@ class Answers:
         sampled = self._tape.turns[entry.number].sampled
         is_ended = bool(sampled) and sampled[-1] in self._codec.stop_ids
         entry.num_told = -1 if is_ended else len(reading.text.strip())
+
+
+def _is_joined(reading: Reading, text: str) -> bool:
+    """Whether the text is that of the answer, but for the blanks before what stands behind its calls."""
+    behind = reading.text[len(reading.text) - reading.num_behind :].strip()
+    before = reading.text.removesuffix(behind).strip()
+    return bool(behind) and text.startswith(before) and text[len(before) :].strip() == behind
 
 
 def _spans(pieces: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:

@@ -1,8 +1,7 @@
 """What a conversation says, whatever spelling a client sends it in: the digests by which histories are compared.
 
 Rule: ids of calls never count, only which call a result answers; of an assistant's message its words and calls count,
-not its reasoning nor the blanks around it, because clients drop these. Of a call's numbers the value counts that
-JavaScript has of them: who reads a call there and writes it back has spelled 1.0 as 1. All else counts to the letter.
+not its reasoning nor the blanks around it, because clients drop these. Everything else counts to the letter.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from hashlib import blake2b
 
 from gspo_core.chat.text import text_of
@@ -20,7 +20,8 @@ _SIZE = 16
 # Writing more at once holds the interpreter, so that nobody is answered meanwhile.
 _PIECE_CHARS = 256 << 10
 _INSTRUCTED = b"instructions"
-_EXACT = 2**53
+# From here on JavaScript writes numbers without a fraction as it writes others.
+_FIRST_WITH_EXPONENT = 1e21
 _write = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -74,7 +75,31 @@ def of_instructions(messages: Sequence[Message], said: Sequence[bytes]) -> bytes
 
 def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
     """Of an assistant's message; equal to ``of_message`` of the message that says the same."""
-    return _digest(["assistant", text.strip(), [[name, _as_numbers_go(arguments)] for name, arguments in calls]])
+    return _digest(["assistant", text.strip(), [[name, arguments] for name, arguments in calls]])
+
+
+def as_javascript_writes(value: JSON) -> JSON:
+    """What becomes of a value that is read there and written again: 1.0 is 1, and of a large integer the digits go
+    that 64 bits have no room for."""
+    try:
+        return _written(value)
+    except RecursionError:  # nobody there reads it either
+        return value
+
+
+def _written(value: JSON) -> JSON:
+    if isinstance(value, dict):
+        return {name: _written(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_written(one) for one in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        number = float(value)
+    except OverflowError:
+        return value
+    is_whole = abs(number) < _FIRST_WITH_EXPONENT and number.is_integer()
+    return int(Decimal(repr(number))) if is_whole else number
 
 
 def of_beginning(message: Message, num_chars: int) -> tuple[bytes, str]:
@@ -106,22 +131,7 @@ def _call(call: MessageCall) -> JSON:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # as it stands, then
             arguments = json.loads(arguments) if arguments else {}
-    return [function.get("name"), _as_numbers_go(arguments)]
-
-
-def _as_numbers_go(value: JSON) -> JSON:
-    """With all numbers as the nearest of 64 bits, and those without a fraction as integers while these are exact."""
-    if isinstance(value, dict):
-        return {name: _as_numbers_go(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_as_numbers_go(one) for one in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    try:
-        number = float(value)
-    except OverflowError:
-        return value
-    return int(number) if abs(number) <= _EXACT and number.is_integer() else number
+    return [function.get("name"), arguments]
 
 
 def _digest(values: Sequence[object]) -> bytes:

@@ -2,8 +2,9 @@
 
 Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what was
 stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is still
-that answer, and so is one whose texts before and behind calls a client has joined in its own way. Requests are known by
-digests, and answers by their length too: the client sends its whole history each time, so nothing of it needs to be
+that answer, and so is one that a client writes in its own way: with other blanks between its texts before and behind
+calls, or, where none is equal to the letter, with numbers as JavaScript has them. Requests are known by digests, and
+answers by their length too: the client sends its whole history each time, so nothing of it needs to be
 kept but the stop texts. It neither encodes nor samples.
 """
 
@@ -146,14 +147,14 @@ class History:
         self,
         answer_of: Callable[[TurnEntry, Sequence[ToolSchema]], bytes],
         is_answer_in: Callable[[TurnEntry, str], bool],
-        is_joined: Callable[[TurnEntry, Message, Sequence[ToolSchema]], bool],
+        is_told_anew: Callable[[TurnEntry, Message, Sequence[ToolSchema]], bool],
     ) -> None:
         """``answer_of``: the digest of a turn's answer, read with these tools. ``is_answer_in``: whether a text quotes
-        it. ``is_joined``: whether a message says it with other blanks before what stands behind its calls."""
+        it. ``is_told_anew``: whether a message says it as some clients write it again."""
         self.entries: dict[int, TurnEntry] = {}
         self._answer_of = answer_of
         self._is_answer_in = is_answer_in
-        self._is_joined = is_joined
+        self._is_told_anew = is_told_anew
         self._by_request: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_bare: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
         self._by_digest: defaultdict[str, list[TurnEntry]] = defaultdict(list)
@@ -261,7 +262,7 @@ class History:
                 equal = [entry for entry, found in answers if found == answer]
                 whole = [entry for entry, found in answers if found]
                 if not equal and is_answer:
-                    equal = [entry for entry in whole if self._is_joined(entry, messages[number], tools)]
+                    equal = [entry for entry in whole if self._is_told_anew(entry, messages[number], tools)]
                 if equal:
                     yield Node(number + is_answer, self._freshest(equal))
                 elif is_answer and (extended := self._extended(whole, messages[number])) is not None:
