@@ -183,7 +183,7 @@ class AcpSpec(Documented):
 MAX_VOLATILE, MAX_VOLATILE_CHARS = 16, 256
 
 _VolatileName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-_Volatile = Annotated[str, StringConstraints(max_length=MAX_VOLATILE_CHARS, pattern=r"^[^*\n][^\n]*$")]
+_Volatile = Annotated[str, StringConstraints(max_length=MAX_VOLATILE_CHARS, pattern=r"^[^*\n]{3}[^\n]*$")]
 
 
 class AgentSpec(Documented):
@@ -222,9 +222,11 @@ class AgentSpec(Documented):
         default_factory=dict, exclude_if=lambda value: not value
     )
     """Texts that its agent writes anew into each request, such as the time or a nonce, each by a name of yours:
-    `{"clock": "The time is *."}`. They are left out of system and user messages, or each turn would read all again;
-    `*` stands for anything within a line, and at the end of the pattern for the rest of it. A line of which nothing is
-    left goes with its end. The answer's header `x-gspo-ignored` names what was left out (`volatile.clock`)."""
+    `{"clock": "The time is *."}`. They are left out of system and user messages, or each turn would read all again.
+    The first three characters are no `*`; `*` stands for what lies up to the nearest place in the line where the
+    pattern goes on, and at its end for the rest of the line. A line of which nothing is left goes with its end. Of each
+    pattern a thousand places in a request are looked at. The header `x-gspo-ignored` of a turn names what was left out
+    (`volatile.clock`)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

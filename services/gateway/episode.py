@@ -29,7 +29,6 @@ from services.gateway.history import MAX_REPEAT_KEYS, History, PrefixMatch, Rewr
 from services.gateway.in_turn import Deciding, in_turn
 from services.gateway.keys import AttemptId
 from services.gateway.leaving_out import without_volatile
-from services.gateway.lengths import is_long
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
 from services.gateway.paying import Payer
@@ -78,7 +77,7 @@ class AgentEpisode:
         self._now = now
         self._stop_chunk_tokens = stop_chunk_tokens
         self._answers = Answers(setting.codec, tape)
-        self.history = History(self._digest, self._answers.is_in, self._answers.is_joined)
+        self.history = History(self._digest, self._answers.is_in, self._answers.is_told_anew)
         self._plan = TurnPlanner(setting.codec, tape, self.history)
         self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
@@ -151,25 +150,25 @@ class AgentEpisode:
             ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         self._check_open()
         self._check_supported(ask)
+        if (num_beyond := await self._num_beyond(ask)) is not None:
+            self._budget.check(len(self.history.entries), self.num_calls)
+            raise self._overflow(f"more than {num_beyond}")
         ask = await without_volatile(ask, self._order.volatile)
         # Else a retry would be a turn, and so would what it repeats.
         async with in_turn(self._deciding, ask.digest):
-            encoded = await self._encoded(ask) if is_long(ask) else None
+            encoded = await self._plan.encoded(ask)
             async with charged:
                 self._check_alive()
                 turn = self._again(ask) or self._begin(ask, encoded)
         delivery = Delivery(turn, self._keep_delivery, self._setting.counters, self._let_go)
-        delivery.left_out = ask.dropped
+        delivery.left_out = ask.left_out
         return delivery
 
-    async def _encoded(self, ask: TurnRequest) -> Encoded | None:
-        """Of a long one. Raises ``Refusal``."""
-        num_beyond = await self._plan.num_beyond(ask, self._order.max_context_tokens)
+    async def _num_beyond(self, ask: TurnRequest) -> int | None:
+        """So many tokens at least, where they are far too many."""
+        found = await self._plan.num_beyond(ask, self._order.max_context_tokens)
         self._check_alive()
-        if num_beyond is not None:
-            self._budget.check(len(self.history.entries), self.num_calls)
-            raise self._too_long(f"more than {num_beyond}")
-        return await self._plan.encoded(ask)
+        return found
 
     def knows(self, ask: TurnRequest, beginnings: Sequence[bytes] = ()) -> bool:
         """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages behind its tools,
@@ -195,8 +194,10 @@ class AgentEpisode:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
+        if (num_beyond := await self._num_beyond(ask)) is not None:
+            raise self._too_long(f"more than {num_beyond}")
         ask = await without_volatile(ask, self._order.volatile)
-        encoded = await self._encoded(ask) if is_long(ask) else None
+        encoded = await self._plan.encoded(ask)
         return self._plan.beginning(self._plan.place(ask), ask, encoded).num_prompt
 
     async def reward(self, value: float, turn: str = "", token: str = "", *, pays: bool = False) -> None:
@@ -304,7 +305,7 @@ class AgentEpisode:
         place = self._plan.place(ask)
         beginning = self._plan.beginning(place, ask, encoded)
         if beginning.num_prompt >= self._order.max_context_tokens:
-            raise self._too_long(beginning.num_prompt)
+            raise self._overflow(beginning.num_prompt)
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
         entry.num_begun = beginning.num_begun
@@ -316,14 +317,19 @@ class AgentEpisode:
             self._close(place.parent)
         for name in ask.dropped:
             self._setting.counters.add(f"drift/dropped_{name}")
+        if ask.left_out:
+            self._setting.counters.add("drift/left_out")
         self.history.add(entry)
         self._count(beginning)
         taped = self._open(entry.number, beginning)
         taped.asked, taped.user = _asked(entry, place, ask), ask.user
         return self._alive(entry, taped, ask)
 
-    def _too_long(self, num_tokens: int | str) -> Refusal:
+    def _overflow(self, num_tokens: int | str) -> Refusal:
         self._budget.stopped = StopReason.CONTEXT_OVERFLOW
+        return self._too_long(num_tokens)
+
+    def _too_long(self, num_tokens: int | str) -> Refusal:
         message = f"the conversation has {num_tokens} tokens; it must have fewer than {self._order.max_context_tokens}"
         return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 

@@ -7,16 +7,25 @@ that is said is refused only where it is many times what fits.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from gspo_core.chat.text import text_of, to_json
 from services.gateway.dialects.turns import TurnRequest
+
+T = TypeVar("T")
 
 # Encoding more takes milliseconds for each of many at once, in which nobody else is answered.
 LONG_BYTES = 8 << 10
 # Of texts that people write a token has fewer: what has more for each token that fits is looked at first.
 MOST_BYTES_A_TOKEN = 8
 _PIECE_CHARS = 64 << 10
+# What takes longer has threads of its own: all others would wait for it in theirs.
+_HUGE_BYTES = 64 << 10
+_FOR_HUGE = ThreadPoolExecutor(2, "huge requests")
 _MARGIN = 2
 _MOST_TIMES = 16
 
@@ -28,6 +37,12 @@ def is_long(ask: TurnRequest) -> bool:
 def may_be_too_long(ask: TurnRequest, num_most: int) -> bool:
     """Whether it is to be looked at before it is encoded."""
     return ask.num_bytes > MOST_BYTES_A_TOKEN * _MARGIN * num_most
+
+
+async def beside(ask: TurnRequest, work: Callable[..., T], *given: object) -> T:
+    """Beside the event loop."""
+    threads = _FOR_HUGE if ask.num_bytes > _HUGE_BYTES else None
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *given))
 
 
 def num_beyond(ask: TurnRequest, encode: Callable[[str], Sequence[int]], num_most: int) -> int | None:

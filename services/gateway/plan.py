@@ -7,7 +7,6 @@ something else by then, what was encoded is not used.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
 from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
 from services.gateway.history import History, PrefixMatch, Rewritten, TurnEntry
-from services.gateway.lengths import is_long, may_be_too_long, num_beyond
+from services.gateway.lengths import beside, is_long, may_be_too_long, num_beyond
 from services.gateway.tape import Tape, TapedTurn
 from services.gateway.written_back import added
 
@@ -73,9 +72,9 @@ class TurnPlanner:
 
     async def num_beyond(self, ask: TurnRequest, num_most: int) -> int | None:
         """So many tokens at least of a conversation far beyond ``num_most``, before it is encoded as a whole."""
-        if not may_be_too_long(ask, num_most):
+        if not is_long(ask) or not may_be_too_long(ask, num_most):
             return None
-        return await asyncio.to_thread(num_beyond, ask, self._codec.tokenizer.encode, num_most)
+        return await beside(ask, num_beyond, ask, self._codec.tokenizer.encode, num_most)
 
     async def encoded(self, ask: TurnRequest) -> Encoded | None:
         """None for a request that is short, or repeats another. Raises ``Refusal``."""
@@ -90,7 +89,7 @@ class TurnPlanner:
         if place.parent is not None:
             after = self._tape.turns[place.parent.number]
             prefix, said = after.prompt, array("i", after.said)  # copies: the loop goes on meanwhile
-        return await asyncio.to_thread(self._encode, place, messages, own, ask, goes_on, prefix, said)
+        return await beside(ask, self._encode, place, messages, own, ask, goes_on, prefix, said)
 
     def _encode(
         self,

@@ -130,7 +130,8 @@ def parsed(arguments: FieldValue) -> JSON:
         value = strict_json.parse(text)
     except strict_json.TextRejected:
         return text
-    return value if isinstance(value, dict) else text
+    is_sayable = not strict_json.has_half_a_character(text.encode(), value)
+    return value if isinstance(value, dict) and is_sayable else text
 
 
 def tool(name: FieldValue, description: FieldValue | None, parameters: FieldValue | None) -> ToolSchema:

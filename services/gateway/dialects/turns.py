@@ -55,6 +55,8 @@ class TurnRequest:
     """The turn ends with its first call."""
     dropped: tuple[str, ...] = ()
     """Names of texts that were left out because they differ from one request to the next; no part of the digest."""
+    left_out: tuple[str, ...] = ()
+    """As above, of those that the job names."""
     unsupported: tuple[Refusal, ...] = ()
     """What of the request is not done here, which the job has refused or said; no part of the digest."""
     said: tuple[bytes, ...] = ()
@@ -214,7 +216,7 @@ class Answering(Protocol):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """``TurnRequest.dropped`` of the request, with what its job has left out."""
+        """``TurnRequest.left_out`` of the request."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]: ...

@@ -43,6 +43,7 @@ class Scripted:
     refusal: Refusal | None = None
     num_behind: int = 0
     trace: str = ""
+    left_out: tuple[str, ...] = ()
 
     def answer(self, number: int) -> Answer:
         return Answer(
@@ -69,7 +70,7 @@ class FakeAnswering:
         self.created_at = self.answer.created_at
         self.num_prompt_tokens = self.answer.usage.num_prompt_tokens
         self.trace = scripted.trace
-        self.left_out = ()
+        self.left_out = scripted.left_out
         self.num_taken = 0
         self.fate: list[str] = []
         """``delivered`` and ``dropped``, as often as they were said."""

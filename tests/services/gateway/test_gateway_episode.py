@@ -13,6 +13,8 @@ from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.engines.protocol import ContextFull
+from services.gateway.dialects.asks import parsed
+from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
 from services.gateway.history import Rewritten
 from services.state.fleet_records import WorkerRecord
@@ -623,6 +625,83 @@ async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec:
     assert not strict.policy.served
 
 
+@pytest.mark.parametrize(
+    ("written", "sent_back"),
+    [
+        ("1.0", "1"),
+        ("1e3", "1000"),
+        ("-0.0", "0"),
+        ("12345678901234567890", "12345678901234567000"),
+        ("1e21", "1e+21"),
+        ("0.5", "0.5"),
+        ("1e-7", "1e-7"),
+        ('[1.0, {"a": 2.0}]', '[1, {"a": 2}]'),
+        (f"1{'0' * 400}", f"1{'0' * 400}"),
+    ],
+)
+async def test_a_call_goes_on_whose_numbers_javascript_has_written_again(
+    codec: HermesCodec, written: str, sent_back: str
+) -> None:
+    one, answer = await _called(codec, f'{{"amount": {written}}}')
+    assert answer.calls
+    sent: Any = [HI, _call_of(answer, f'{{"amount": {sent_back}}}'), result(answer, "done")]
+    later = await one.ask(*sent, tools=(ADD,))
+    assert later.usage.num_stored_tokens >= answer.usage.num_prompt_tokens + answer.usage.num_sampled_tokens
+    assert (await one.ask(*sent, said(later), user("more"), tools=(ADD,))).text == "done"
+    assert "drift/forks" not in one.counters
+    assert codec.tokenizer.decode(one.policy.served[-1].prompt).count(written) == 1
+
+
+@pytest.mark.parametrize("other", ["true", '"1"', "1.5", "9007199254740992", "2"])
+async def test_a_call_with_another_value_is_another_call(codec: HermesCodec, other: str) -> None:
+    number = "9007199254740993" if other.startswith("9") else "1.0"
+    one, answer = await _called(codec, f'{{"amount": {number}}}')
+    edited = str(int(other) - 2) if other.startswith("9") else other
+    await one.ask(HI, _call_of(answer, f'{{"amount": {edited}}}'), result(answer, "done"), tools=(ADD,))
+    assert one.counters["drift/forks"] == 1
+
+
+async def test_of_two_calls_that_are_one_to_javascript_the_one_is_meant_that_is_said(codec: HermesCodec) -> None:
+    speech = Speech(codec)
+    calls = [speech.call("add", amount=2**53 + more) for more in (0, 1)]
+    one = Bench(codec, policy=BabblingPolicy(codec, random.Random(0), [*calls, speech.say("done")]))
+    first, second = [await one.ask(HI, tools=(ADD,)) for _ in calls]
+    await one.ask(HI, said(first), result(first, "ok"), tools=(ADD,))
+    history = one.episode.history
+    assert history.rejected(history.had()) == {1}
+    assert str(2**53) in codec.tokenizer.decode(one.policy.served[-1].prompt)
+    assert second.calls != first.calls
+
+
+async def test_arguments_that_are_nested_deeply_are_compared_all_the_same(codec: HermesCodec) -> None:
+    deep = f'{{"amount": {"[" * 700}1.0{"]" * 700}}}'
+    one, answer = await _called(codec, '{"amount": 1}')
+    for arguments in (deep, deep.replace("1.0", "1")):
+        call = _call_of(answer, arguments)
+        assert (await one.ask(HI, call, result(answer, "ok"), tools=(ADD,))).text is not None
+
+
+async def _called(codec: HermesCodec, arguments: str) -> tuple[Bench, Answer]:
+    """An episode whose first answer is a call with these arguments."""
+    speech = Speech(codec)
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    call = [*codec.tokenizer.encode_whole(text), codec.stop_ids[0]]
+    policy = BabblingPolicy(codec, random.Random(0), [call, *[speech.say("done") for _ in range(3)]])
+    one = Bench(codec, policy=policy)
+    answer = await one.ask(HI, tools=(ADD,))
+    return one, answer
+
+
+def _call_of(answer: Answer, arguments: str) -> Message:
+    """As a dialect reads a call that comes back."""
+    function: Any = {"name": "add", "arguments": parsed(FieldValue(arguments, "arguments"))}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": answer.call_ids[0], "type": "function", "function": function}],
+    }
+
+
 async def test_what_a_job_calls_volatile_is_read_by_nobody_and_begins_no_branch(codec: HermesCodec) -> None:
     agent = {"pull": True, "volatile": {"clock": "It is *.", "nonce": "<n>*</n>"}}
     one = bench(codec, "One.", "Two.", "Three.", environments=[{"ref": "tests:Counter", "agent": agent}])
@@ -638,7 +717,7 @@ async def test_what_a_job_calls_volatile_is_read_by_nobody_and_begins_no_branch(
     assert "Help.\nBe kind." in read
     assert "It is" not in read
     assert "<n>" not in read
-    assert (one.counters["drift/dropped_clock"], one.counters["drift/dropped_nonce"]) == (2, 2)
+    assert one.counters["drift/left_out"] == 2
     assert second.usage.num_stored_tokens > 0
     history = [*at(4), said(answer), user(" more")]
     assert await one.episode.count_tokens(request(*history)) == second.usage.num_prompt_tokens

@@ -98,6 +98,15 @@ async def test_an_answer_comes_through_as_it_was_given_and_is_delivered_once(spe
         assert not near.asks
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_job_left_out_is_named_here_and_through_a_neighbour(stream: bool) -> None:
+    speaker, scripted = SPEAKERS["chat"], Scripted("Hello", left_out=("clock", "nonce"))
+    async with serving(FakeTurns([scripted])) as alone, pair(FakeTurns([scripted])) as (gateway, _, _):
+        for one in (alone, gateway):
+            answer = await one.http.post(speaker.path, **asked(speaker, stream=stream))
+            assert answer.headers["x-gspo-ignored"].split(",")[-2:] == ["volatile.clock", "volatile.nonce"]
+
+
 async def test_an_answer_whose_client_is_gone_is_not_delivered() -> None:
     gate = asyncio.Event()
     far = FakeTurns([Scripted("Hello there", pieces=texts(["Hel"]), gate=gate)])

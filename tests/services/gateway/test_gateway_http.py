@@ -342,6 +342,17 @@ async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker
     assert turns.asks == []
 
 
+@pytest.mark.parametrize("arguments", ['{"x": "\\ud83d"}', '{"\\udc00": 1}'])
+async def test_arguments_with_half_a_character_are_the_text_that_they_are(arguments: str):
+    turns, call = FakeTurns([]), {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    told = [HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "b"}]
+    body = {"model": MODEL, "messages": told}
+    async with serving(turns) as gateway:
+        answer = await gateway.http.post("/v1/chat/completions", json=body, headers=BEARER)
+    assert answer.status_code == 200
+    assert turns.asks[0].messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 async def test_a_pair_of_surrogates_is_one_character():
     speaker, turns = SPEAKERS["chat"], FakeTurns()
     async with serving(turns) as gateway:

@@ -15,7 +15,7 @@ from services.gateway.canonical import of_messages
 from services.gateway.dialects.asks import make_ask
 from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import AUTO, TurnRequest
-from services.gateway.leaving_out import cut, without_volatile
+from services.gateway.leaving_out import MOST_PLACES, cut, without_volatile
 from tests.services.gateway.gateway_kit import request, user
 
 
@@ -29,10 +29,12 @@ from tests.services.gateway.gateway_kit import request, user
         ("It is *.", "It is\n12.", "It is\n12."),
         ("<a>*</a> or <b>*</b>", "<a>1</a> or <b>2</b>!", "!"),
         ("nonce", "a nonce and a nonce", "a  and a "),
+        ("It is *.", "Help.\r\nIt is 12:00.\r\nNow.", "Help.\r\nNow."),
+        ("It is *", "Help. It is 12:00\r\nIt is 12:01\r\nNow.", "Help. \r\nNow."),
     ],
 )
 def test_what_is_found_goes_and_the_line_that_held_nothing_else(pattern: str, text: str, left: str) -> None:
-    assert cut(text, pattern) == (left, left != text)
+    assert cut(text, pattern.split("*"), 100)[0] == left
 
 
 @given(
@@ -43,14 +45,19 @@ def test_it_is_the_first_and_shortest_that_is_found(pattern: str, text: str) -> 
     *parts, last = pattern.split("*")
     shape = "[^\n]*?".join(map(re.escape, [*parts, last])) if last else "[^\n]*?".join(map(re.escape, parts)) + "[^\n]*"
     marked = re.sub(shape, "#", text)
-    assert cut(text, pattern) == (re.sub(r"(?m)^#+(?:\n|\Z)|#", "", marked), marked != text)
+    assert cut(text, pattern.split("*"), 100)[0] == re.sub(r"(?m)^#+(?:\n|\Z)|#", "", marked)
 
 
-def test_no_pattern_takes_longer_than_the_text() -> None:
-    """Of a regular expression each of these would take hours."""
-    for text in ("a" * 200_000, "ab" * 200_000, "ab\n" * 200_000):
-        cut(text, "a*a*a*a*a*c")
-        cut(text, "ab")
+async def test_no_more_is_looked_at_than_a_bounded_number_of_places() -> None:
+    """Whoever writes the pattern and the texts would hold up all others."""
+    lines = "It is so\n" * 600
+    for pattern, last in (("It is so", lines), ("It is *.", f"{lines}It is now.")):
+        ask = await without_volatile(request(user(lines), user(last)), {"clock": pattern})
+        left = [message["content"] for message in ask.messages]
+        num_looked_at = sum(text.count("\n") for text in (lines, last)) - sum(one.count("It is so") for one in left)
+        assert num_looked_at == (MOST_PLACES if pattern == "It is so" else 0)
+    assert cut("aab" * 9, ["a", "c"], 4) == ("aab" * 9, 1)  # nor is it looked for again in the same line
+    assert cut("aab\n" * 9, ["a", "c"], 4) == ("aab\n" * 9, 4)
 
 
 async def test_what_has_none_of_it_is_left_as_it_is() -> None:
@@ -63,7 +70,7 @@ async def test_a_request_is_equal_to_one_that_never_had_it() -> None:
     for text in ("hello", "word " * 4_000):
         plain, dropped = asked(text), asked(f"{text}<n>1</n>")
         found = await without_volatile(dropped, {"nonce": "<n>*</n>"})
-        assert found == replace(plain, dropped=("nonce",))
+        assert found == replace(plain, left_out=("nonce",))
         assert plain.digest != dropped.digest
 
 
@@ -74,7 +81,16 @@ def asked(text: str) -> TurnRequest:
 
 
 @pytest.mark.parametrize(
-    "volatile", [{"A": "x"}, {"a": ""}, {"a": "*x"}, {"a": "x\ny"}, {"a": "x" * 257}, {f"a{n}": "x" for n in range(17)}]
+    "volatile",
+    [
+        {"A": "xyz"},
+        {"a": ""},
+        {"a": "*xyz"},
+        {"a": "xy*"},
+        {"a": "xyz\na"},
+        {"a": "x" * 257},
+        {f"a{n}": "xyz" for n in range(17)},
+    ],
 )
 def test_patterns_that_would_take_everything_are_refused(volatile: dict[str, str]) -> None:
     with pytest.raises(ValidationError):

@@ -130,6 +130,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_encoded_as_a_whole(codec:
     ):
         with pytest.raises(Refusal, match=r"has more than \d+ tokens"):
             await bench.episode.count_tokens(ask)
+        assert bench.episode.stopped is None  # who only counts has met no limit
 
         with pytest.raises(Refusal, match=r"has more than \d+ tokens; it must have fewer than 1000") as refusal:
             await bench.episode.ask(ask)

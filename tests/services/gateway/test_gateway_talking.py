@@ -20,7 +20,7 @@ from services.episodes.counters import Counters
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, TurnRequest
 from services.gateway.entrances import Entrances
 from services.gateway.forgetting import forget, forget_for_ever
-from services.gateway.lengths import LONG_BYTES
+from services.gateway.lengths import LONG_BYTES, is_long
 from services.gateway.plan import TurnPlanner
 from services.gateway.redaction import NoRedactor, load_redactor
 from services.gateway.talk_jobs import TalkJob, TalkJobs
@@ -330,8 +330,9 @@ async def test_a_request_that_is_too_long_holds_no_turn_while_it_is_read(
     is_reading, may_go_on, encoded = asyncio.Event(), asyncio.Event(), TurnPlanner.encoded
 
     async def slow(self: TurnPlanner, ask: Any) -> Any:
-        is_reading.set()
-        await may_go_on.wait()
+        if is_long(ask):
+            is_reading.set()
+            await may_go_on.wait()
         return await encoded(self, ask)
 
     monkeypatch.setattr(TurnPlanner, "encoded", slow)
