@@ -345,8 +345,12 @@ async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker
 @pytest.mark.parametrize("arguments", ['{"x": "\\ud83d"}', '{"\\udc00": 1}'])
 async def test_arguments_with_half_a_character_are_the_text_that_they_are(arguments: str):
     turns, call = FakeTurns([]), {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    told = [HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "b"}]
-    body = {"model": MODEL, "messages": told}
+    told = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "b"},
+    ]
+    body = {"model": "policy", "messages": told}
     async with serving(turns) as gateway:
         answer = await gateway.http.post("/v1/chat/completions", json=body, headers=BEARER)
     assert answer.status_code == 200
