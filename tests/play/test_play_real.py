@@ -213,5 +213,5 @@ def test_episodes_of_several_runs_add_up_where_they_were_played_and_judged_alike
 
 
 def test_a_harness_plays_in_one_way() -> None:
-    assert len(NAMES) == 13
+    assert len(NAMES) == 14
     assert not [name for name in NAMES if "ACP" in name]
