@@ -139,6 +139,7 @@ NEEDS_langgraph := langgraph==1.2.22 langchain-openai==1.7.3
 NEEDS_agent-client-protocol := agent-client-protocol==0.12.1
 NEEDS_pydantic-ai-slim := 'pydantic-ai-slim[openai]==2.68.0' openai==3.57.0
 NEEDS_smolagents := smolagents==1.26.0 openai==3.54.0
+NEEDS_mini-swe-agent := mini-swe-agent==2.4.6 litellm==1.110.2 openai==3.57.0
 NEEDS_verifiers := verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0
 
 $(AGENTS)/ready: $(patsubst %,$(AGENTS)/%/ready,openai anthropic google-genai openai-agents langgraph pydantic-ai-slim smolagents verifiers agent-client-protocol)
@@ -164,10 +165,10 @@ harnesses: $(STAMP)  ## install the coding agents that play-harnesses starts (ne
 	@mkdir -p $(HARNESSES)
 	npm install --silent --no-fund --no-audit --prefix $(HARNESSES) $$($(BIN)/python -m tests.play.harnesses)
 
-play-harnesses: $(STAMP) harnesses $(QWEN)/tokenizer.json  ## unmodified coding agents play random episodes; SEED=N plays them again
+play-harnesses: $(STAMP) harnesses $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokenizer.json  ## unmodified coding agents play random episodes; SEED=N plays them again
 	$(BIN)/python -m tests.play.harness_play $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
-play-harnesses-real: $(STAMP) harnesses $(AGENTS)/ready $(QWEN)/tokenizer.json  ## the same and the packages, on the whole stack with a model that samples and is trained; what was found is kept
+play-harnesses-real: $(STAMP) harnesses $(AGENTS)/ready $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokenizer.json  ## the same and the packages, on the whole stack with a model that samples and is trained; what was found is kept
 	$(BIN)/python -m tests.play.real --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
 play-mutants: $(STAMP) $(QWEN)/tokenizer.json  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.chaos.coverage import told
 from tests.chaos.departures import warnings
-from tests.chaos.jobs import NUM_KINDS, PLAYERS, TRANSPORTS
+from tests.chaos.jobs import NUM_KINDS, ON_STALE, PLAYERS, TRANSPORTS
 from tests.chaos.lateness import LATE
 from tests.chaos.report import table
 from tests.chaos.runner import SETTLE_S, Options, Run
@@ -75,6 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of weights to engines, in turn by job")
     parser.add_argument("--tick-ms", type=float, default=1.0, help="for a token of an engine")
     parser.add_argument("--players", choices=PLAYERS, default="both", help="of jobs, where agents are installed")
+    parser.add_argument("--on-stale", default=",".join(ON_STALE), help="of jobs, in turn")
     parser.add_argument("--hostile", action="store_true", help="a job beside them whose world attacks")
     parser.add_argument("--patient", action="store_true", help="each fault waits for the recovery from the one before")
     parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the next step, after the last fault")
@@ -101,6 +102,7 @@ def options_of(arguments: argparse.Namespace, seed: int) -> Options:
         transports=tuple(arguments.transports.split(",")),
         least_jobs=arguments.least_jobs,
         players=arguments.players,
+        on_stale=tuple(arguments.on_stale.split(",")),
         hostile=arguments.hostile,
         is_patient=arguments.patient,
     )
@@ -108,10 +110,19 @@ def options_of(arguments: argparse.Namespace, seed: int) -> Options:
 
 def command_of(arguments: argparse.Namespace, seed: int) -> str:
     """What plays the same schedule and the same jobs."""
-    given = {
-        name: getattr(arguments, name)
-        for name in ("faults", "minutes", "steps", "jobs", "least_jobs", "kinds", "transports", "players", "tick_ms")
-    }
+    names = (
+        "faults",
+        "minutes",
+        "steps",
+        "jobs",
+        "least_jobs",
+        "kinds",
+        "transports",
+        "players",
+        "on_stale",
+        "tick_ms",
+    )
+    given = {name: getattr(arguments, name) for name in names}
     usual = vars(parse([]))
     flags = [f"--{name.replace('_', '-')} {_shown(value)}" for name, value in given.items() if value != usual[name]]
     flags += [

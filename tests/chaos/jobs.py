@@ -43,6 +43,7 @@ def job_spec(
     transports: Sequence[str] = TRANSPORTS[:1],
     players: str = PLAYERS[0],
     agent_url: str = "",
+    on_stale: Sequence[str] = ON_STALE,
 ) -> dict[str, Any]:
     """The ``number``-th job of a run; a function of its arguments."""
     rng = random.Random(f"{seed}/{number}")
@@ -58,7 +59,7 @@ def job_spec(
             "group_size": 3,
             "max_staleness": max_staleness,
             "staleness_cap": max_staleness + rng.choice([0, 1, 4]),
-            "on_stale": ON_STALE[(number + seed) % len(ON_STALE)],
+            "on_stale": on_stale[(number + seed) % len(on_stale)],
             "stale_wait_s": 10,
             "chunk_tokens": rng.choice([8, 12, 64]),
             # The scripted engine is no model: what it says has nothing to do with what the learner computes.

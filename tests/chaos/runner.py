@@ -25,7 +25,7 @@ from tests.chaos.disk import Disk
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Faults, Hit, described
 from tests.chaos.hostile import FIRST_HOSTILE, PROMISED, is_possible, keep_hostile, made_hostile
-from tests.chaos.jobs import NUM_KINDS, PLAYERS, TRANSPORTS, job_spec, kinds_of
+from tests.chaos.jobs import NUM_KINDS, ON_STALE, PLAYERS, TRANSPORTS, job_spec, kinds_of
 from tests.chaos.judge_hostile import tried
 from tests.chaos.model import PLAIN, WITH_DROPOUT
 from tests.chaos.patience import Name, State, answers, episodes, recovered
@@ -65,6 +65,8 @@ class Options:
     least_jobs: int = NUM_KINDS
     players: str = PLAYERS[0]
     """Of jobs: worlds, agents, or both in turn."""
+    on_stale: tuple[str, ...] = ON_STALE
+    """What their jobs say of tokens that are too old, in turn."""
     hostile: bool = False
     """A job beside them whose world attacks."""
     is_patient: bool = False
@@ -178,8 +180,8 @@ class Run:
     def _spec(self, number: int) -> dict[str, Any]:
         options = self.options
         url = f"http://127.0.0.1:{self.stack.agent_port}/"
-        players = (self._players, url)
-        spec = job_spec(number, self.work, options.steps, options.seed, options.worlds, options.transports, *players)
+        varied = (options.worlds, options.transports, self._players, url, options.on_stale)
+        spec = job_spec(number, self.work, options.steps, options.seed, *varied)
         return spec if number < FIRST_HOSTILE else made_hostile(spec, number, self.work)
 
     async def _wait_for_first_steps(self, submitting: asyncio.Task[None]) -> None:

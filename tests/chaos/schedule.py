@@ -80,6 +80,8 @@ def plan(seed: int, count: int, seconds: float, without: Collection[str] = ()) -
         return []
     rng = random.Random(seed)
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind not in without}
+    if not weights:
+        raise ValueError("none of the kinds of faults that are asked for is possible here")
     total = sum(weights.values())
     kinds = [kind for kind, weight in weights.items() for _ in range(max(AT_LEAST, round(weight * count / total)))]
     rng.shuffle(kinds)

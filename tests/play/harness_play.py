@@ -55,7 +55,8 @@ def plan(harness: Harness, rng: random.Random) -> list[dict[str, Any]]:
         cues = [f"exactly:{json.dumps(calls)}" for calls in turns]
         word = rng.choice(("Done.", "Fertig: Größe 🦊", "It says <|im_end|> there.", "a\n\nb "))
         mishap = rng.choice(("unavailable", "lost")) if number and rng.random() < 0.3 else ""
-        runs.append({"cues": [*cues, f"say:{word}"], "mishap": mishap})
+        end = f"say:{word}" if harness.last is None else f"exactly:{json.dumps([harness.last])}"
+        runs.append({"cues": [*cues, end], "mishap": mishap})
     return runs
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from gspo_core.env import Llm
 from gspo_core.env.acp_run import AcpStart
+from tests.play.packages import INSTALLED as PYTHONS
 
 INSTALLED = Path(os.environ.get("GSPO_TEST_HARNESSES", Path(__file__).parents[2] / ".make" / "harnesses"))
 Words = Callable[[Llm, Path, str, bool], Sequence[str]]
@@ -38,10 +39,12 @@ HARMLESS = {"NO_COLOR": "1", "TERM": "dumb", "CI": "1", "NO_PROXY": "127.0.0.1",
 class Harness:
     name: str
     package: str
-    """As npm has it, with its version."""
+    """As npm has it, or pip, with its version."""
     words: Words
     env: Callable[[Llm], Mapping[str, str]]
     calls: Calls
+    last: Mapping[str, Any] | None = None
+    """The call by which the policy says that it is done; None: words without one."""
     acp: AcpStart | None = None
     """Set where it is spoken to by the Agent Client Protocol, in one session, with what a job would say."""
 
@@ -107,6 +110,13 @@ def gemini(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
     return [_bin("gemini"), "-p", task, *more, "--yolo", "-m", "policy"]
 
 
+def mini(llm: Llm, home: Path, task: str, goes_on: bool) -> Sequence[str]:
+    """It goes on with nothing: each run is a conversation of its own."""
+    python = PYTHONS / "mini-swe-agent" / "bin" / "mini"
+    how = ["-y", "--exit-immediately", "-l", "0", "-c", "mini.yaml", "-c", "agent.step_limit=12"]
+    return [str(python), "-t", task, "-m", "openai/policy", *how]
+
+
 def _anthropic(llm: Llm) -> Mapping[str, str]:
     return {
         "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),
@@ -126,6 +136,12 @@ def _qwen(llm: Llm) -> Mapping[str, str]:
 
 def _openai(llm: Llm) -> Mapping[str, str]:
     return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": "policy"}
+
+
+def _mini(llm: Llm) -> Mapping[str, str]:
+    # It asks for its settings at its first start, and ends at a model that has no price.
+    own = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return {**_openai(llm), **own}
 
 
 def _gemini(llm: Llm) -> Mapping[str, str]:
@@ -174,6 +190,16 @@ _PLAIN = (
         lambda rng: [_call("run_shell_command", command=rng.choice(SHELL), description="look")],
     ),
 )
+_BY_PIP = (
+    Harness(
+        "mini-swe-agent",
+        "mini-swe-agent==2.4.6",
+        mini,
+        _mini,
+        lambda rng: [_call("bash", command=rng.choice(SHELL))],
+        last=_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ),
+)
 
 _SPOKEN_TO = {
     "Claude Code": (_acp("claude-code-acp"), "@zed-industries/claude-code-acp@0.16.2", AcpStart()),
@@ -190,8 +216,8 @@ def _spoken_to(one: Harness) -> Harness:
     return replace(one, name=f"{one.name} (ACP)", package=package or one.package, words=words, acp=acp)
 
 
-HARNESSES: Mapping[str, Harness] = {one.name: one for one in (*_PLAIN, *map(_spoken_to, _PLAIN))}
+HARNESSES: Mapping[str, Harness] = {one.name: one for one in (*_PLAIN, *_BY_PIP, *map(_spoken_to, _PLAIN))}
 
 
 if __name__ == "__main__":
-    print(*dict.fromkeys(one.package for one in HARNESSES.values()))
+    print(*dict.fromkeys(one.package for one in HARNESSES.values() if one not in _BY_PIP))

@@ -1,8 +1,9 @@
 """What a harness asked for, as its requests alone tell: which of them go on from an earlier one to the letter.
 
 Rule: it knows nothing of how the gateway compares conversations. A request whose messages begin with all those of an
-earlier one, that nobody went on from yet, makes no branch. A request that its client gave up went on from it too. Where
-a client says that it put words of its own in the place of an answer, nothing goes on from that answer.
+earlier one and then an answer, and that nobody went on from yet, makes no branch. A request that its client gave up
+went on from it too. Where a client says that it put words of its own in the place of an answer, or left it out and went
+on in words of its own, nothing goes on from that answer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Observed:
         length = len(other.said)
         if self.tools != other.tools or len(self.said) <= length or self.said[:length] != other.said:
             return False
-        return REPLACED not in self.said[length]
+        return REPLACED not in self.said[length] and not _is_of_the_agent(self.said[length])
 
 
 def observed(requests: Sequence[Request]) -> list[Observed]:
@@ -73,6 +74,12 @@ def _observed(request: Request, turn: int) -> Observed:
     ]
     said = [_BILL.sub("", json.dumps(_meaning(message), sort_keys=True)) for message in messages]
     return Observed(turn, said, json.dumps(_meaning(body.get("tools")), sort_keys=True))
+
+
+def _is_of_the_agent(message: str) -> bool:
+    """Words of its own, and no answer of the policy's."""
+    value = json.loads(message)
+    return isinstance(value, dict) and value.get("role") in ("user", "system", "developer")
 
 
 def _listed(value: Any) -> list[Any]:

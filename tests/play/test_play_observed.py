@@ -41,6 +41,13 @@ def test_nothing_goes_on_from_an_answer_that_its_client_replaced() -> None:
     assert goes_on(observed([request(0, TASK), request(1, TASK, instead, TASK), later])) == {2: 1}
 
 
+def test_nothing_goes_on_from_an_answer_that_its_client_left_out() -> None:
+    """mini-swe-agent says what was wrong with an answer that called nothing, and no more."""
+    wrong = {"role": "user", "content": 'No call: {"role": "assistant"}'}
+    later = request(2, TASK, wrong, SAID, TASK)
+    assert goes_on(observed([request(0, TASK), request(1, TASK, wrong), later])) == {2: 1}
+
+
 def test_the_first_request_of_a_turn_counts_and_refused_ones_do_not() -> None:
     refused = Request(bytearray(b'{"messages": []}'), bytearray(b'{"error":{"message":"n must be 1"}}'))
     assert refused.refused == "n must be 1"

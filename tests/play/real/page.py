@@ -34,10 +34,15 @@ LOOP = (
     "the Gemini CLI saw a loop in what was answered, ended it, and put words of its own in its place; the judge knew "
     "nothing of that, and does now"
 )
+LEFT_OUT = (
+    "mini-swe-agent leaves an answer that calls nothing out of its history and says what was wrong with it; the judge "
+    "took the next request for one that goes on from that answer, and does no more"
+)
 EXPLAINED = {
     3643104806: f"The false branches are none: what was expected was wrong. Two: {TWINS}. One: {EMPTY}.",
     1515030957: "As many branches as the player counted, one of them for another reason. Why is not known: what the "
     "run left was not kept.",
+    1906065520: f"The false branches are none: {LEFT_OUT}.",
     2047587010: f"The false branch is none: {LOOP}.",
 }
 """Of a seed: what was found to be the cause of its faults."""

@@ -30,12 +30,14 @@ TOOLS: Mapping[str, str] = {
     "Qwen Code": "run_shell_command",
     "OpenCode": "bash",
     "Gemini CLI": "run_shell_command",
+    "mini-swe-agent": "bash",
 }
 """The shell of each."""
 NAMED: Mapping[str, str] = {
     **TOOLS,
     "Qwen Code": "run_shell_command of Qwen",
     "Gemini CLI": "run_shell_command of Gemini",
+    "mini-swe-agent": "bash of mini",
 }
 """As a task names it: what is near to where the model answers tells it where it is."""
 
@@ -53,7 +55,7 @@ def tongue_of(prompt: str) -> str:
     if has("run_shell_command"):
         return "Qwen Code" if "is_background" in prompt and NAMED["Gemini CLI"] not in prompt else "Gemini CLI"
     if has("bash"):
-        return "OpenCode"
+        return "mini-swe-agent" if "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in prompt else "OpenCode"
     if has("final_answer"):
         return CALLER
     if "<code>" in prompt and not has("lookup"):
@@ -88,7 +90,8 @@ class Speech:
         if tongue == CODER:
             return encode(f"Thought: so.\n<code>\n{self._code(rng)}\n</code>")
         if rng.random() < (PACKAGES_END if tongue == PACKAGE else 0.1 if tongue == CALLER else ENDS):
-            return encode(rng.choice(WORDS))
+            last = HARNESSES[tongue].last if tongue in HARNESSES else None
+            return encode(rng.choice(WORDS)) if last is None else self._tagged(json.dumps(last))
         calls = [self._call(tongue, rng) for _ in range(2 if rng.random() < TWO else 1)]
         return [token for call in calls for token in self._tagged(json.dumps(call))]
 
