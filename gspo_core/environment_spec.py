@@ -182,8 +182,21 @@ class AcpSpec(Documented):
 # Of texts that differ from one request to the next: each is looked for in every request.
 MAX_VOLATILE, MAX_VOLATILE_CHARS = 16, 256
 
-_VolatileName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-_Volatile = Annotated[str, StringConstraints(max_length=MAX_VOLATILE_CHARS, pattern=r"^[^*\n]{3}[^\n]*$")]
+
+def _volatile_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
+        raise ValueError("a name has at most 32 characters: a letter, then letters, digits and _, all lower-case")
+    return name
+
+
+def _volatile(pattern: str) -> str:
+    if not re.fullmatch(r"[^*\n]{3}[^\n]*", pattern):
+        raise ValueError("a pattern begins with three characters that are no *, and is one line")
+    return pattern
+
+
+_VolatileName = Annotated[str, AfterValidator(_volatile_name)]
+_Volatile = Annotated[str, StringConstraints(max_length=MAX_VOLATILE_CHARS), AfterValidator(_volatile)]
 
 
 class AgentSpec(Documented):
@@ -222,7 +235,7 @@ class AgentSpec(Documented):
         default_factory=dict, exclude_if=lambda value: not value
     )
     """Texts that its agent writes anew into each request, such as the time or a nonce, each by a name of yours:
-    `{"clock": "The time is *."}`. They are left out of system and user messages, or each turn would read all again.
+    `{"clock": "The time is *"}`. They are left out of system and user messages, or each turn would read all again.
     The first three characters are no `*`; `*` stands for what lies up to the nearest place in the line where the
     pattern goes on, and at its end for the rest of the line. A line of which nothing is left goes with its end. Of each
     pattern a thousand places in a request are looked at. The header `x-gspo-ignored` of a turn names what was left out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -220,6 +221,12 @@ def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
     episodes.set_defaults(run=_episodes)
 
 
+def _member(text: str) -> str:
+    if not re.fullmatch(r"\d+/\d+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"an episode is GROUP/MEMBER, such as 2/0, and not {text}")
+    return text
+
+
 def _add_erase(commands: argparse._SubParsersAction[CommandParser]) -> None:
     erase = commands.add_parser(
         "erase", help="erase what people said, for good: of keys that just talk, or in episodes"
@@ -227,7 +234,7 @@ def _add_erase(commands: argparse._SubParsersAction[CommandParser]) -> None:
     erase.add_argument("job")
     which = erase.add_mutually_exclusive_group(required=True)
     which.add_argument("--user", help="all that this user said and was told, also in episodes")
-    which.add_argument("--episode", metavar="GROUP/MEMBER", help="one episode, trained or not")
+    which.add_argument("--episode", metavar="GROUP/MEMBER", type=_member, help="one episode, trained or not")
     which.add_argument("--trace", help="one conversation, by its id")
     _add_server(erase)
     erase.set_defaults(run=_erase)

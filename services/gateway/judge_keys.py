@@ -39,7 +39,7 @@ class JudgeKeys:
         if key is None:
             raise NoKey(f"agent.judge.key: the gateway has no key {name} (GSPO_JUDGE_KEYS)")
         if key.host not in _names_of(url):
-            raise NoKey(f"agent.judge.key: {name} is for {key.host}, and not for {urlsplit(url).hostname}")
+            raise NoKey(f"agent.judge.key: {name} is for {key.host}, and not for {max(_names_of(url), key=len)}")
         return {"Authorization": f"Bearer {key.secret.get_secret_value()}"}
 
 

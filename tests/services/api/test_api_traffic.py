@@ -157,6 +157,9 @@ async def test_the_client_and_the_command_do_it(
             assert "erased: 0 trained episodes in 0 batch logs\n" in said
             with pytest.raises(ApiError, match="group 0"):
                 client.erase_episode(f"{job}/0/0")
+            with pytest.raises(SystemExit):
+                main(["erase", job, "--episode", "2", "--url", api.url])
+            assert "an episode is GROUP/MEMBER, such as 2/0, and not 2" in capsys.readouterr().err
             assert main(["erase", job, "--trace", "8", "--url", api.url]) == 0
             assert list(client.traces(job)) == []
             client.revoke_talk_key(job, key)

@@ -93,6 +93,6 @@ def asked(text: str) -> TurnRequest:
     ],
 )
 def test_patterns_that_would_take_everything_are_refused(volatile: dict[str, str]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=r"three characters|at most|one line|lower-case"):
         AgentSpec.model_validate({"pull": True, "volatile": volatile})
     assert "volatile" not in AgentSpec(pull=True).model_dump(mode="json")
