@@ -234,8 +234,7 @@ async def _read(
     if not read:
         raise EpisodeNotKept(EpisodeKey(record.id, group, member))
     one, segments = read[0]
-    environment = await context.store.environments.get(record.id, view.environment)
-    tools = None if environment is None else environment.get("tools")
+    tools = await _tools(context, record, view.environment)
     base = open_group(record.id, view)
     detail = await asyncio.to_thread(
         _detail, context, record, base, open_episode(one, segments), segments, tools, query.include == "tokens"
@@ -263,8 +262,15 @@ async def _trained_detail(
 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
     """Logs do not name a group's environment, so tools are known only where the job has a single one."""
-    sole = len(job.spec_data.get("environments", ())) == 1
-    environment = await context.store.environments.get(job.id, 0) if sole else None
+    return await _tools(context, job, 0) if len(job.spec_data.get("environments", ())) == 1 else None
+
+
+async def _tools(context: ApiContext, job: JobRecord, number: int) -> list[ToolSchema] | None:
+    """Those of one environment; None where they are not known: an agent names its own in each request."""
+    entries: list[dict[str, object]] = job.spec_data.get("environments", [])
+    if number < len(entries) and entries[number].get("agent") is not None:
+        return None
+    environment = await context.store.environments.get(job.id, number)
     return None if environment is None else environment.get("tools")
 
 

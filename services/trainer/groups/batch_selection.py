@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo_core.learner import computing
 from gspo_core.log.batches import BatchExtra
-from gspo_core.types import Group, Split
+from gspo_core.types import Group, Split, StopReason
 from services.state.queue_records import DropReason, GroupEnd
 from services.trainer.fleet.parity import LabelledWeights, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
@@ -54,6 +54,8 @@ class BatchSelection:
         self._is_held_back = False
         """Whether their replacements wait for engines."""
         self._empty: EmptyGroup | None = None
+        self._unrewarded: Counter[StopReason] = Counter()
+        """How members ended, without a reward, of the groups that were dropped in a row for them."""
         """Why the last group without a sampled token was dropped."""
         self._dropped_since: dict[DropReason, list[int]] = {}
         """Groups dropped since the last batch, by reason."""
@@ -99,6 +101,7 @@ class BatchSelection:
         await self._bus.commit(self._context.job, self._context.token, step, numbers)
         self._forget(numbers, are_trained=True)
         self._dropped_in_a_row.clear()
+        self._unrewarded.clear()
         self._num_too_old = 0
         return chosen
 
@@ -171,6 +174,8 @@ class BatchSelection:
         for group in complete:
             if (group.group, "dropped_no_tokens") in refused:
                 await self._note_empty(group)
+            if (group.group, "dropped_partial") in refused:
+                self._unrewarded.update(one.outcome.stop_reason for one in group if one.reward is None)
         for number, reason in refused:
             await self.drop(number, reason)
         if refused:
@@ -216,7 +221,7 @@ class BatchSelection:
             await self._count_too_old()
         self._dropped_since.setdefault(reason, []).append(group)
         if self._nothing_can_be_trained():
-            raise nothing_to_train(self._dropped_in_a_row, self._empty)
+            raise nothing_to_train(self._dropped_in_a_row, self._empty, self._unrewarded)
 
     async def _count_too_old(self) -> None:
         self._num_too_old += 1

@@ -16,7 +16,7 @@ from gspo_core.advantage import judge_group, judged
 from gspo_core.log.sequences import StalenessOf
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, OpenGroup, choose_groups
-from gspo_core.types import Group
+from gspo_core.types import Group, StopReason
 from services.state.jobs import FailureCode
 from services.state.queue_records import DropReason
 from services.trainer.groups.intake import Intake
@@ -58,8 +58,11 @@ def no_tokens(group: Group, environment: str) -> EmptyGroup:
     return EmptyGroup("no_tokens_sampled", message)
 
 
-def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = None) -> JobFailure:
-    """Build the job failure that best explains a long run of dropped groups; ``empty`` is the last ``no_tokens``."""
+def nothing_to_train(
+    dropped: Counter[DropReason], empty: EmptyGroup | None = None, unrewarded: Counter[StopReason] | None = None
+) -> JobFailure:
+    """Build the job failure that best explains a long run of dropped groups; ``empty`` is the last ``no_tokens``, and
+    ``unrewarded`` how members of theirs ended that have no reward."""
     code: Mapping[DropReason, FailureCode] = {
         "dropped_partial": "env_unhealthy",
         "dropped_zero_variance": "all_rewards_equal",
@@ -67,7 +70,7 @@ def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = No
         "dropped_unreadable": "incompatible_release",
     }
     advice: Mapping[DropReason, str] = {
-        "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
+        "dropped_partial": _why_partial(unrewarded or Counter()),
         "dropped_zero_variance": "all episodes of each group had the same reward: the tasks are too easy or too hard",
         "dropped_mismatch": "an engine sampled them with weights other than those it reported",
         "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
@@ -76,6 +79,14 @@ def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = No
     if reason == "dropped_no_tokens" and empty is not None:
         return JobFailure(empty.code, f"{empty.message}; {count} groups in a row left nothing to train")
     return JobFailure(code[reason], f"{dropped.total()} groups in a row could not be trained; {advice[reason]}")
+
+
+def _why_partial(unrewarded: Counter[StopReason]) -> str:
+    counts = ", ".join(f"{count} by {reason}" for reason, count in unrewarded.most_common())
+    ended = f"their episodes ended without a reward ({counts})" if counts else "too few of their episodes have a reward"
+    if unrewarded and unrewarded.most_common(1)[0][0] is StopReason.NO_REWARD:
+        return f"{ended}: nobody posted one within rewards.deadline_s"
+    return f"{ended}, for reasons outside the policy: see the env.health events, and the logs of workers and gateways"
 
 
 def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num_missing: int) -> list[int]:

@@ -146,14 +146,21 @@ def replies_of(expression: str, member: int, skill: float, generator: random.Ran
 
 
 async def record_job(
-    store: Store, bus: Bus, jobs_dir: Path, model_dir: Path, *, num_steps: int = 6, name: str = "calculator"
+    store: Store,
+    bus: Bus,
+    jobs_dir: Path,
+    model_dir: Path,
+    *,
+    num_steps: int = 6,
+    name: str = "calculator",
+    is_agents: bool = False,
 ) -> RecordedJob:
     """A running job after ``num_steps`` steps, claimed by a trainer of its own."""
     spec = JobSpec.model_validate(
         {
             "name": name,
             "model": str(model_dir),
-            "environments": [{"ref": REF}],
+            "environments": [{"ref": REF} | ({"agent": {"pull": True}} if is_agents else {})],
             "rollout": {"group_size": GROUP_SIZE, "max_staleness": 2},
             "groups_per_step": GROUPS_PER_STEP,
             "steps": 40,
@@ -164,7 +171,8 @@ async def record_job(
     assert claim is not None
     assert claim.job_id == job.id
     player = Player(load_codec(model_dir), load_environment(REF))
-    await store.environments.describe(job.id, 0, player.environment.describe())
+    description = player.environment.describe()
+    await store.environments.describe(job.id, 0, {**description, "tools": []} if is_agents else description)
     await store.jobs.set_status(job.id, JobStatus.RUNNING, token=claim.token)
     await _publish(store, claim, 0)
     generator = random.Random(5)

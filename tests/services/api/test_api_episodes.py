@@ -141,6 +141,15 @@ async def test_an_episode_is_read_turn_by_turn_from_its_tokens(http: httpx.Async
     )
 
 
+async def test_a_call_of_an_agents_is_of_no_unknown_tool(store: Store, bus: Bus, tmp_path: Path, model_dir: Path):
+    """It names its tools in each request, and no record of its job has them."""
+    agents = await record_job(store, bus, tmp_path, model_dir, num_steps=2, is_agents=True)
+    async with application(store, jobs_dir=tmp_path) as app, http_to(app) as http:
+        for group in (0, agents.open_group):
+            episode = (await http.get(f"/v1/episodes/{agents.id}/{group}/0")).json()
+            assert [call["status"] for turn in episode["turns"] for call in turn["calls"]] == ["ok"]
+
+
 async def test_each_turn_says_where_its_time_went(http: httpx.AsyncClient, job: RecordedJob):
     episode = (await http.get(f"/v1/episodes/{job.id}/4/2")).json()
     first, second, _ = [turn["timings"] for turn in episode["turns"]]

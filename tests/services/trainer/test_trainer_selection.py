@@ -18,6 +18,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, token_staleness
 from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
 from services.state.queue import Append, Bus, LeasedEpisode
+from services.state.queue_records import DropReason
 from services.state.store import Claim, Store
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import Selection, no_tokens, nothing_to_train, refusal
@@ -182,6 +183,15 @@ def test_a_group_without_a_sampled_token_says_how_its_episodes_ended() -> None:
     reason = no_tokens(empty, "worlds:Slow")
     assert reason.code == "no_tokens_sampled"
     assert reason.message.endswith("of worlds:Slow ended before a token was sampled: 2 by episode_timeout")
+
+
+def test_groups_without_rewards_say_how_their_episodes_ended() -> None:
+    dropped: Counter[DropReason] = Counter(dropped_partial=8)
+    late = str(nothing_to_train(dropped, None, Counter({StopReason.NO_REWARD: 14, StopReason.ENV_ERROR: 2})))
+    assert "without a reward (14 by no_reward, 2 by env_error): nobody posted one within rewards.deadline_s" in late
+    ill = str(nothing_to_train(dropped, None, Counter({StopReason.ENV_ERROR: 16})))
+    assert "(16 by env_error), for reasons outside the policy: see the env.health events" in ill
+    assert nothing_to_train(dropped).code == "env_unhealthy"
 
 
 def test_a_group_of_which_one_episode_sampled_is_trained() -> None:
