@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from gspo_core.env.acp_run import AcpStart, acp_run
 from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, remove, without_key
 from gspo_core.env.agent_urls import AgentService, UrlRun
-from gspo_core.env.calls import DeadlineExceeded, MemberCaller
+from gspo_core.env.calls import DeadlineExceeded, MemberCaller, raised_at
 from gspo_core.env.plain import reward_range_of
 from gspo_core.env.session import as_reward
 from gspo_core.env.tasks import EnvironmentTasks, read_tasks
@@ -374,7 +374,7 @@ class LocalAgentSession:
         except DeadlineExceeded as error:
             raise EnvironmentFailed("score", str(error)) from None
         except Exception as error:
-            raise EnvironmentFailed("score", error_text(error)) from error
+            raise EnvironmentFailed("score", f"{error_text(error)}{raised_at(error)}") from error
 
     def _without_keys(self, text: str) -> str:
         """What is kept of an episode, or judged."""
@@ -383,6 +383,7 @@ class LocalAgentSession:
         return text
 
     def _fail(self, error: Exception) -> NoReturn:
-        text = self._without_keys(str(error) if isinstance(error, AgentFailed) else _named(error))
+        told = str(error) if isinstance(error, AgentFailed) else f"{_named(error)}{raised_at(error)}"
+        text = self._without_keys(told)
         text = text.encode("utf-8", "replace").decode()  # a program may write half of a surrogate pair as JSON
         raise EnvironmentFailed("agent", text) from None

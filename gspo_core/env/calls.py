@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -98,6 +99,17 @@ class MemberCaller:
             return future.result()
         finally:
             future.cancel()  # nothing where it is done; else a late result is dropped
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in the author's own code, as words to stand behind what is told of it; empty where that is not known."""
+    import sysconfig
+    import traceback
+
+    others = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(others) and "site-packages" not in one.filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -7,7 +7,6 @@ with a request is not known here.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ from services.gateway.forwarding import FORWARDED_BY, TURN
 from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
 from services.gateway.keys import PAYING
 from services.gateway.receipts import Receipts
-from services.gateway.requests import GatewayMiddleware, dialect_of, is_gemini, key_of
+from services.gateway.requests import TELLABLE, GatewayMiddleware, dialect_of, is_gemini, key_of
 from services.gateway.routing import Routing
 from services.gateway.seats import Seats
 from services.gateway.streams import Pace, TurnResponse, fault_reply, json_reply
@@ -51,8 +50,6 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """By their path; Gemini's go on with the model, and with what is asked of it."""
 _COUNTING = AnthropicMessages(counts=True)
-# Names of fields that stand in a header; a client may call a field anything.
-_TELLABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 MAX_TOLD = 64
 _GEMINI_COUNTING = Gemini(counts=True)
 
@@ -236,7 +233,7 @@ def _ignored(question: ParsedRequest, names: Sequence[str], left_out: Sequence[s
     passed_over = dict.fromkeys(without_index(one.param) for one in question.unsupported)
     volatile = [f"{VOLATILE}{name}" for name in left_out]
     ignored = [*question.ignored, *volatile, *passed_over, *(["model"] if question.model not in names else [])]
-    told = list(dict.fromkeys(one if _TELLABLE.fullmatch(one) else "unknown" for one in ignored))
+    told = list(dict.fromkeys(one if TELLABLE.fullmatch(one) else "unknown" for one in ignored))
     return {"x-gspo-ignored": ",".join([*told[:MAX_TOLD], *(["more"] if len(told) > MAX_TOLD else [])])} if told else {}
 
 

@@ -6,6 +6,7 @@ Rule: the key stands in a header, never in a path, and is never logged, nor is a
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 import traceback
@@ -35,6 +36,9 @@ KEY_PREFIX = "ep_"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 _FOREIGN = "(none of ours)"
+_WHY = "gspo.refused"
+# Names of fields that may be told where others read; a client may call a field anything.
+TELLABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _LEAVING = Refusal(RefusalKind.AWAY, "this gateway is about to leave; ask again, and another one answers")
 
 
@@ -80,7 +84,8 @@ def refuse_key_in_url(path: str, headers: Mapping[str, str], query: Mapping[str,
 
 async def refused(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with ``error``."""
-    return fault_reply(dialect_of(request.url.path, request.headers), _fault(request, error), {})
+    request.scope[_WHY] = fault = _fault(request, error)
+    return fault_reply(dialect_of(request.url.path, request.headers), fault, {})
 
 
 def _fault(request: Request, error: Exception) -> Fault:
@@ -92,6 +97,15 @@ def _fault(request: Request, error: Exception) -> Fault:
     if error.status_code == 404:
         return final(404, "not_found", f"this gateway has no route {request.method} {request.url.path}")
     return final(error.status_code, "method_not_allowed", f"{request.url.path} does not take {request.method}")
+
+
+def _why(scope: Scope) -> dict[str, str]:
+    """What was wrong with a request that was refused, without a word of what it says."""
+    fault: Fault | None = scope.get(_WHY)
+    if fault is None:
+        return {}
+    field = {"field": fault.param if TELLABLE.fullmatch(fault.param) else "unknown"} if fault.param else {}
+    return {"refused": fault.code, **field}
 
 
 class GatewayMiddleware:
@@ -138,8 +152,8 @@ class GatewayMiddleware:
         finally:
             log = get_logger().info if status >= 400 else get_logger().debug
             duration_ms = round((time.monotonic() - started) * 1000, 1)
-            path, method = self._path(scope), scope["method"]
-            log("request", request_id=request_id, method=method, path=path, status=status, duration_ms=duration_ms)
+            told = {"method": scope["method"], "path": self._path(scope), "status": status, **_why(scope)}
+            log("request", request_id=request_id, **told, duration_ms=duration_ms)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)

@@ -237,7 +237,7 @@ def test_a_class_that_does_not_fit_its_config_is_refused(
     ("name", "phase", "words"),
     [
         ("silent", "score", "the agent gave no reward"),
-        ("raises", "agent", r"RuntimeError: no answer with \(key\)"),
+        ("raises", "agent", r"RuntimeError: no answer with \(key\) \(\w+\.py, line \d+, in raises\)$"),
         ("leaves", "agent", "SystemExit 3"),
         ("text", "score", "the agent's reward is a str, not a number"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message, Send
+from structlog.testing import capture_logs
 
 from services.gateway.app import build_app
 from services.gateway.bodies import MAX_BODY_BYTES
@@ -326,6 +327,18 @@ async def test_no_key_and_no_foreign_path_is_logged(
     output = capsys.readouterr()
     logged = "\n".join(record.getMessage() for record in caplog.records if record.name != "httpx")
     assert KEY not in logged + output.out + output.err
+
+
+async def test_the_log_says_what_was_wrong_with_a_request_and_nothing_that_it_says():
+    """An agent that catches its error tells nobody, and its job fails with no word of why."""
+    speaker, secret = SPEAKERS["chat"], "my secret \n field"
+    async with serving(FakeTurns()) as gateway:
+        with capture_logs() as lines:
+            for fields in ({"response_format": {"type": "json_object"}}, {secret: secret}):
+                await gateway.http.post(speaker.path, json=body_of(speaker, **fields), headers=speaker.headers)
+    told = [(one["status"], one["refused"], one["field"]) for one in lines if one["event"] == "request"]
+    assert told == [(400, "invalid_request", "response_format"), (400, "invalid_request", "unknown")]
+    assert "secret" not in str(lines)
 
 
 @EVERY
