@@ -86,7 +86,7 @@ async def run_with_a_fall(
             if len(made) == 1 and step in (GOOD_AFTER, FALLS_AFTER):
                 await evaluated(loop, step)
                 speak(made[0], well=step == GOOD_AFTER)
-            if max_staleness and len(made) == 1 and step > FALLS_AFTER:
+            if len(made) == 1 and (FALLS_AFTER < step < STEPS or (max_staleness and step == STEPS)):
                 await evaluated(loop, step)  # else the last step may come before it
             if is_handed_over and len(made) == 1 and step > FALLS_AFTER:
                 await evaluated(loop, FALLS_AFTER + 1)
