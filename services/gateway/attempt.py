@@ -274,7 +274,10 @@ class AgentAttempt:
                     raise
                 final = 0.0  # it was paid by the turn
         self._tape.turn_rewards = in_order(by_turn)
-        parts = {**parts, **{f"turn/{number}": value for number, value in by_turn.items()}}
+        of_turns = {f"turn/{number}": value for number, value in by_turn.items()}
+        if same := sorted(parts.keys() & of_turns):
+            raise EnvironmentFailed("score", f"a part of the reward is called {same[0]}, as what was posted for that turn")
+        parts = {**parts, **of_turns}
         try:
             return self._episode.payer.total([final, *by_turn.values()]), parts
         except ValueError as error:
