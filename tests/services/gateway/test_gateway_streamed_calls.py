@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
@@ -222,6 +222,7 @@ PARTS = (
     cuts=st.lists(st.integers(0, 200), max_size=6),
     gives=st.booleans(),
 )
+@example(parts=["<think>", "So: ", "\ufffd", "</think>", "word", "word"], cuts=[*range(40)], gives=True)
 @settings(deadline=None, max_examples=400)
 def test_what_is_certain_stays_so(opens_thought: bool, parts: list[str], cuts: list[int], gives: bool) -> None:
     """Any tokens, cut anywhere: what is told early is how the whole answer begins."""
