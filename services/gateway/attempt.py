@@ -276,7 +276,8 @@ class AgentAttempt:
         self._tape.turn_rewards = in_order(by_turn)
         of_turns = {f"turn/{number}": value for number, value in by_turn.items()}
         if same := sorted(parts.keys() & of_turns):
-            raise EnvironmentFailed("score", f"a part of the reward is called {same[0]}, as what was posted for that turn")
+            why = f"a part of the reward is called {same[0]}, as what was posted for that turn"
+            raise EnvironmentFailed("score", why)
         parts = {**parts, **of_turns}
         try:
             return self._episode.payer.total([final, *by_turn.values()]), parts

@@ -315,7 +315,7 @@ async def test_what_a_worker_asked_for_ends_with_its_connection(service: Service
 
 
 async def test_without_the_token_nothing_is_loaded(service: Service) -> None:
-    order = HostOrder(f"{WORLDS}:Light", boot_timeout_s=0.5)
+    order = HostOrder(f"{WORLDS}:Light", boot_timeout_s=5.0)  # all of it is waited for: long enough for one refusal
     with pytest.raises(InvalidEnvironment, match="GSPO_ENV_TOKEN"):
         await HostedEnvironment.open(order, boot=service.hosts("another").boot)
 
