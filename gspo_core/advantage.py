@@ -204,7 +204,7 @@ def observations(episode: Trajectory) -> list[bytes]:
     found = [b""] * episode.num_turns
     begun: set[int] = set()
     for segment in episode.segments:
-        if segment.turn in begun:
+        if segment.turn in begun or not segment.num_tokens:
             continue
         sampled = np.flatnonzero(segment.action_mask)
         end = int(sampled[0]) if len(sampled) else segment.num_tokens

@@ -503,7 +503,8 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        return 1 + max(segment.turn for segment in self.segments)
+        """None where nothing was read: an agent may end without asking."""
+        return 1 + max((segment.turn for segment in self.segments if segment.num_tokens), default=-1)
 
     @property
     def turn_rewards(self) -> list[float | None]:

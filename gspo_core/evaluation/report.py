@@ -85,7 +85,8 @@ class EvalReport:
         yield f"  episodes     {len(setting.tasks)} {split} tasks, {setting.samples} each, seed {setting.seed}"
         reward = self.reward
         yield f"  {'success' if reward and reward.is_share else 'reward':12} {_scored(reward)}"
-        yield from (f"  {name:12} {_scored(one)}" for name, one in {**self.parts(), **self.metrics()}.items())
+        yield from (f"  {name:12} {_scored(one)}" for name, one in self.parts().items())
+        yield from (f"  {name:12} {_bounded(one, '.4g')}" for name, one in self.metrics().items())  # may be counts
         yield f"  stopped by   {_counted(self.stops()) or 'nothing'}"
         if means := ", ".join(self._means()):
             yield f"  an episode   {means}"
@@ -146,12 +147,14 @@ def _getter(kind: str, name: str) -> Callable[[Played], float | None]:
 def _scored(found: MeanScore | None) -> str:
     if found is None:
         return "no episode has one"
-    scale, unit = (100.0, " %") if found.is_share else (1.0, "")
-    mean = f"{scale * found.mean:.1f}{unit}" if found.is_share else f"{found.mean:.4g}"
+    return _bounded(found, ".1f", 100.0, " %") if found.is_share else _bounded(found, ".4g")
+
+
+def _bounded(found: MeanScore, form: str, scale: float = 1.0, unit: str = "") -> str:
+    mean = f"{scale * found.mean:{form}}{unit}"
     if found.low is None or found.high is None:
         return mean
-    low, high = (f"{scale * bound:.1f}" if found.is_share else f"{bound:.4g}" for bound in (found.low, found.high))
-    return f"{mean} ({low} to {high})"
+    return f"{mean} ({scale * found.low:{form}} to {scale * found.high:{form}})"
 
 
 def _counted(counts: dict[str, int]) -> str:

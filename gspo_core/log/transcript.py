@@ -178,6 +178,8 @@ def turns_view(
     for (branch, turn), group in groupby(segments, key=lambda one: (one.branch, one.turn)):
         pieces = list(group)
         end = begin + sum(piece.num_tokens for piece in pieces)
+        if end == begin:
+            continue  # the outcome stands alone
         ids, sampled = _split(pieces)
         acting = [piece for piece in pieces if piece.num_actions]
         place: _Place = {

@@ -174,6 +174,13 @@ async def test_a_failure_is_counted_apart_and_never_as_0(tmp_path: Path) -> None
     assert "  failed       2 of 8, which enter no number above" in list(report.lines())
 
 
+async def test_a_count_of_one_is_no_share(tmp_path: Path) -> None:
+    counted = [replace(one, metrics={"searches": 1.0}) for one in await played(tmp_path, solves)]
+    lines = list(EvalReport(SETTING, counted).lines())
+    assert "  success      100.0 % (28.3 to 100.0)" in lines
+    assert "  searches     1 (0.2831 to 1)" in lines
+
+
 async def test_a_policy_that_fails_is_asked_again_and_then_counted_apart(tmp_path: Path) -> None:
     def away(turn: int, messages: Sequence[Message]) -> str:
         raise PolicyFailed("policy: it is away")

@@ -32,6 +32,11 @@ def test_each_turn_is_shown_in_one_piece() -> None:
     assert [one["end_token"] for one in turns[:-1]] == [one["first_token"] for one in turns[1:]]
 
 
+def test_an_outcome_alone_is_no_turn() -> None:
+    nothing: dict[str, Any] = {"token_ids": [], "action_mask": [], "behavior_logprobs": []}
+    assert turns_view([segment(**nothing, key=KEY, attempt=0, index=0, turn=0)], None, None) == []
+
+
 def test_turns_stand_where_their_last_token_arrived() -> None:
     """Not where the outcome did, which has none."""
     segments = interleaved()

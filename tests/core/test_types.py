@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from gspo_core.advantage import observations
 from gspo_core.invariants import InvalidValue, NonFiniteValue
 from gspo_core.types import (
     MAX_ASKED_CHARS,
@@ -306,6 +307,11 @@ class TestTrajectory:
             )
         )
         assert trajectory.turn_rewards == [0.75, None, -1.0]
+
+    def test_an_episode_that_read_nothing_has_no_turn(self) -> None:
+        nothing = {"token_ids": [], "action_mask": [], "behavior_logprobs": [], "turn_rewards": ((0, 0.5),)}
+        trajectory = Trajectory((segment(**nothing, key=EpisodeKey(JOB, 3, 0), attempt=0, index=0, turn=0),))
+        assert (trajectory.num_turns, trajectory.turn_rewards, observations(trajectory)) == (0, [], [])
 
     def test_stitches_its_segments_place_by_place(self) -> None:
         """A distinct value at each place, so that any shift of one array against another shows."""

@@ -222,7 +222,7 @@ def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -
         reward_parts={} if outcome is None else dict(outcome.reward_parts),
         metrics={} if outcome is None else dict(outcome.metrics),
         advantage=None,
-        num_turns=None if segments is None else 1 + max((one.turn for one in known), default=-1),
+        num_turns=None if segments is None else 1 + max((one.turn for one in known if one.num_tokens), default=-1),
         num_segments=view.num_segments,
         num_tokens=None if segments is None else sum(one.num_tokens for one in known),
         num_actions=None if segments is None else sum(one.num_actions for one in known),

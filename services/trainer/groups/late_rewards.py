@@ -27,7 +27,7 @@ class LateRewardWatch:
         """``now``: Unix seconds, of a clock like that of the gateways."""
         self._bus, self._claim, self._spec, self._now = bus, claim, spec, now
         self._seen = Waiting()
-        self._reported: Waiting | None = None
+        self._reported = None if claim.attempt > 1 else Waiting()
 
     async def run(self) -> None:
         """Until cancelled."""

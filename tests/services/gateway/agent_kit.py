@@ -101,6 +101,8 @@ class AgentWorld:
     has_snapshot: bool = False
     reward_range: tuple[float, float] | None = None
     tools: Sequence[Any] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of the reward, beside what the agent returns."""
 
     def num_tasks(self, split: Split) -> int:
         return 10
@@ -158,7 +160,7 @@ class AgentHere:
             raise EnvironmentFailed("score", NO_REWARD)
         if not self._running.done() or self._running.exception() is not None or self._running.result() is None:
             raise EnvironmentFailed("score", NO_REWARD)
-        return float(self._running.result() or 0.0), {}
+        return float(self._running.result() or 0.0), dict(self._world.parts)
 
     async def close(self) -> None:
         if self._running is not None and self._world.services is None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
@@ -112,6 +113,25 @@ async def test_posted_rewards_stand_before_what_the_agent_returns(
     outcome = await play.outcome()
     assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.25})
     assert (await play.record())[-1].turn_rewards == ((0, 0.25),)
+
+
+@pytest.mark.parametrize("name", ["turn/0", "turn/1"])
+async def test_no_part_has_the_name_of_what_was_posted_for_a_turn(table: Table, codec: HermesCodec, name: str) -> None:
+    """One of the two would be lost."""
+
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await llm.reward(0.25, turn=first.id)
+        return 0.5
+
+    play = Play(table, codec, agent, "Hello.", parts={name: 0.125})
+    with capture_logs() as logs:
+        stop = await play.run(limits={"retries": 0})
+    if name == "turn/1":  # a turn that there was not
+        assert (await play.outcome()).reward_parts == {"turn/0": 0.25, "turn/1": 0.125}
+        return
+    assert stop is StopReason.ENV_ERROR
+    assert "a part of the reward is called turn/0, as what was posted for that turn" in str(logs)
 
 
 async def refused(asking: Awaitable[object]) -> Refusal:

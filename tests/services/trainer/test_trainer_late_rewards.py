@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -18,13 +18,16 @@ from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
 from gspo_core.log.steps import train_again
+from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, StopReason
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
 from services.state.jobs import CancelManner, DesiredState
-from services.state.queue import Append
-from services.state.queue_records import AwaitedReward, RewardWord
+from services.state.queue import Append, Bus
+from services.state.queue_records import AwaitedReward, RewardWord, Waiting
+from services.state.store import Claim
 from services.trainer.building import make_learner
+from services.trainer.groups.late_rewards import LateRewardWatch
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.services.rollout.rollout_kit import until
@@ -227,6 +230,27 @@ async def test_a_reward_that_never_comes_costs_its_member_alone(late_job: Play, 
         assert rows[batch.step - 1]["stop/no_reward"] == 1
         assert sum(row["rewards/missed"] for row in rows) == 1
         assert await job.pay(*job.waiting) is RewardWord.ENDED
+
+
+@pytest.mark.parametrize(("attempt", "num_early"), [(1, 2), (2, 0)])
+async def test_rewards_that_came_before_the_first_look_count(attempt: int, num_early: int) -> None:
+    """Once: how many of them an earlier attempt has reported is unknown, and most are."""
+    counted = [Waiting(num_late=2, num_missed=2), Waiting(num_late=3, num_missed=2)]
+
+    class Looked:
+        async def waiting(self, job_id: str) -> Waiting:
+            return counted.pop(0)
+
+    spec = JobSpec.model_validate(
+        {"model": "made", "environments": [{"ref": "made:Here", "agent": {}}], "steps": 1, "rewards": {"deadline_s": HOUR}}
+    )
+    watch = LateRewardWatch(cast(Bus, Looked()), Claim("a", "", 1, attempt), lambda: spec)
+    found = []
+    while counted:
+        await watch.look()
+        row = watch.metrics(0)
+        found.append((row["rewards/late"], row["rewards/missed"]))
+    assert found == [(num_early, num_early), (1, 0)]
 
 
 async def test_a_trainer_that_takes_over_waits_for_what_waited(late_job: Play, hooks: list[Hook]) -> None:
