@@ -18,6 +18,8 @@ from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split
 
 MAX_LOOKED_AT = 500
+# As interpreters are handed them.
+SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb")
 # Of a prompt, which may hold a long task.
 MAX_SHOWN_CHARS = 4096
 
@@ -45,6 +47,9 @@ def _start(environment: AgentEnvironment) -> Check:
     found = shutil.which(program) or shutil.which(program, path=str(environment.folder))
     if found is None and not (environment.folder / program).is_file():
         return Check("start", Status.FAIL, f"there is no program {program} on the PATH nor in {environment.folder}")
+    script = start.command[1] if len(start.command) > 1 else ""
+    if script.endswith(SCRIPTS) and not script.startswith("-") and not (environment.folder / script).is_file():
+        return Check("start", Status.FAIL, f"{program} is there, but no file {script} in {environment.folder}")
     spoken = "" if start.acp is None else " and is spoken to by the Agent Client Protocol"
     return Check("start", Status.PASS, f"{program} is there; it runs in {environment.folder}{spoken}")
 

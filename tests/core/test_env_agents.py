@@ -512,7 +512,10 @@ def test_an_agent_is_examined_without_being_started(agents: str) -> None:
 def test_a_program_is_looked_for_and_its_tasks_must_fit_a_variable(agents: str) -> None:
     started = {"agent": {"command": ["/no/such/program"]}}
     assert found(validate(f"{agents}:World", **started))["start"].startswith("fail: there is no program /no/such")
-    report = validate(f"{agents}:Unjudged", agent={"command": [sys.executable, "x.py"]})
+    started = {"agent": {"command": ["python", "no_such.py"]}}
+    start = found(validate(f"{agents}:World", **started))["start"]
+    assert start.startswith("fail: python is there, but no file no_such.py in ")
+    report = validate(f"{agents}:Unjudged", agent={"command": [sys.executable, Path(agents).name]})
     assert found(report)["reward"] == "warn: there is no get_reward, so the program has to post its reward"
     assert found(report)["tasks"] == "warn: 1 tasks, none held out: nothing can be measured"
     Path(agents).write_text(AGENTS + "\nclass Long:\n    tasks = [{'word': 'a' * 200_000}]\n")

@@ -75,7 +75,7 @@ class StepProgress:
     async def _waits(self, owed: Collection[int]) -> str:
         """For whom episodes wait that nothing here can hasten: agents that fetch them, and those who reward them."""
         context, found = self._context, ""
-        if any(one.agent is not None and one.agent.pull for one in context.spec.environments):
+        if self._are_fetched:
             num_offered = await context.services.bus.num_offered(context.job)
             if num_offered:
                 found += f"; {num_offered} episodes wait to be fetched (POST /v1/jobs/{context.job}/episodes:lease)"
@@ -96,6 +96,11 @@ class StepProgress:
             f"{pace:.0f} turns a minute{self._slow_part(waits)}"
         )
 
+    @property
+    def _are_fetched(self) -> bool:
+        """Some episodes, by agents that come for them."""
+        return any(one.agent is not None and one.agent.pull for one in self._context.spec.environments)
+
     def _longest_start_s(self) -> float:
         spec = self._context.spec
         return max(spec.episode_limits(place).reset_timeout_s for place in range(len(spec.environments)))
@@ -105,10 +110,11 @@ class StepProgress:
         turns = self._intake.newest_turns
         if not turns:
             return "" if waits else f"; no turn has ended yet (a start may take {self._longest_start_s():.0f} s)"
+        waiting = "waiting to be fetched or for a place" if self._are_fetched else "waiting for a place"
         parts = {
             "the model": statistics.median(one.engine_s for one in turns),
             "the environment": statistics.median(one.env_s for one in turns),
-            "waiting for a place": statistics.median(one.queue_s for one in turns),
+            waiting: statistics.median(one.queue_s for one in turns),
         }
         slowest = max(parts, key=parts.__getitem__)
         if not reaches(parts[slowest], LATE_S, "the time of a turn"):

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode

@@ -242,7 +242,12 @@ async def test_rewards_that_came_before_the_first_look_count(attempt: int, num_e
             return counted.pop(0)
 
     spec = JobSpec.model_validate(
-        {"model": "made", "environments": [{"ref": "made:Here", "agent": {}}], "steps": 1, "rewards": {"deadline_s": HOUR}}
+        {
+            "model": "made",
+            "environments": [{"ref": "made:Here", "agent": {}}],
+            "steps": 1,
+            "rewards": {"deadline_s": HOUR},
+        }
     )
     watch = LateRewardWatch(cast(Bus, Looked()), Claim("a", "", 1, attempt), lambda: spec)
     found = []

@@ -134,6 +134,8 @@ async def test_it_says_what_waits_for_others(store: Store, claim: Claim) -> None
     assert await stage.look(RETELL_S) == f"{ended}{rewarded}; 0 turns a minute"
     stage.waiting = set()
     assert "wait" not in await stage.look(RETELL_S)
+    stage.intake.newest_turns = [Spent(0.2, 0.0, 4.0)] * 3
+    assert (await stage.look(RETELL_S)).endswith(", most of each for waiting to be fetched or for a place (4.0 s)")
 
 
 async def test_it_talks_over_nobody(stage: Stage) -> None:
