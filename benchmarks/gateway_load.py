@@ -30,7 +30,7 @@ import msgspec
 from benchmarks.gateway import OPENED_A_SECOND, TURN_TOKENS, Stream, at
 from benchmarks.gateway_stage import TOOL, Episode, Gateway, open_gateway, words
 from benchmarks.rollout_stage import machine
-from services.gateway.bodies import MAX_BODY_BYTES
+from services.gateway.http.bodies import MAX_BODY_BYTES
 
 RESULTS = Path(__file__).with_name("results") / "gateway_load.md"
 STREAM_S = 240.0

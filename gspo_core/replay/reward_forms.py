@@ -116,7 +116,7 @@ def _by_result(*, is_service: bool) -> Score:
 
 
 def _with_the_rest(score: Score, spec: JobSpec) -> Reward:
-    """As the reward of an episode was put together (``services.workers.setting``, ``services.gateway.attempt``)."""
+    """As an episode was rewarded (``services.workers.setting``, ``services.gateway.agent.attempt``)."""
 
     def reward(episode: RecordedEpisode) -> Judged:
         if not _was_asked(episode, spec):

@@ -21,24 +21,24 @@ from starlette.types import ASGIApp
 from gspo_core.outbound import parse_networks
 from services.engines.keys import EngineKeys
 from services.engines.kinds import open_engines
+from services.episodes.keys import Keys
 from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
-from services.gateway.app import build_app
-from services.gateway.attempt import AgentDriver
-from services.gateway.door import EpisodeRouter
-from services.gateway.entrances import Entrances
-from services.gateway.forgetting import forget_for_ever
-from services.gateway.forwarding import ForwardingMiddleware, between_gateways
-from services.gateway.judge_keys import JudgeKeys
-from services.gateway.judging import Judges
-from services.gateway.keys import Keys
-from services.gateway.late import LateRewards
-from services.gateway.neighbours import Neighbours
-from services.gateway.outbound_http import outbound_http
-from services.gateway.pulled import LoanBoard
-from services.gateway.redaction import NoRedactor, Redactor, load_redactor
-from services.gateway.talk_jobs import TalkJobs
-from services.gateway.talking import Talking
+from services.gateway.agent.attempt import AgentDriver
+from services.gateway.agent.door import EpisodeRouter
+from services.gateway.agent.forgetting import forget_for_ever
+from services.gateway.agent.judge_keys import JudgeKeys
+from services.gateway.agent.judging import Judges
+from services.gateway.agent.late import LateRewards
+from services.gateway.agent.outbound_http import outbound_http
+from services.gateway.agent.pulled import LoanBoard
+from services.gateway.agent.redaction import NoRedactor, Redactor, load_redactor
+from services.gateway.agent.talk_jobs import TalkJobs
+from services.gateway.agent.talking import Talking
+from services.gateway.http.app import build_app
+from services.gateway.http.entrances import Entrances
+from services.gateway.http.forwarding import ForwardingMiddleware, between_gateways
+from services.gateway.http.neighbours import Neighbours
 from services.hosts.local import WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.sites import Sites

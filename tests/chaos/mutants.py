@@ -144,13 +144,13 @@ MUTANTS = {
         short("lose reply", faults=4, minutes=0.1, steps=24, least_jobs=3),
     ),
     "a reward counts each time that it is posted": Mutant(
-        "services/gateway/snapshots.py",
+        "services/episodes/snapshots.py",
         "known = next((one for one in self.posted if token and one.token == token), None)",
         "known = None",
         short("cut agents", faults=2, minutes=0.1, steps=4, least_jobs=1, players="agents"),
     ),
     "who asks again is sampled for again": Mutant(
-        "services/gateway/episode.py",
+        "services/gateway/agent/episode.py",
         "if ask.is_retry and equal:",
         "if False:",
         short("lose agent's answer", faults=24, steps=12, least_jobs=1, players="agents"),

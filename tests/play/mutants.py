@@ -37,56 +37,58 @@ class Mutant:
 
 MUTANTS = {
     "who asks again is sampled for again": Mutant(
-        "services/gateway/episode.py", "if ask.is_retry and equal:", "if False:"
+        "services/gateway/agent/episode.py", "if ask.is_retry and equal:", "if False:"
     ),
     "an answer that nobody had is sampled anew": Mutant(
-        "services/gateway/episode.py", "return (entry.owed or is_lost) and not", "return False and not"
+        "services/gateway/agent/episode.py", "return (entry.owed or is_lost) and not", "return False and not"
     ),
     "an equal request is given the answer that there is": Mutant(
-        "services/gateway/episode.py", "(entry for entry in equal if self._is_undelivered(entry))", "iter(equal)"
+        "services/gateway/agent/episode.py", "(entry for entry in equal if self._is_undelivered(entry))", "iter(equal)"
     ),
     "nobody has what was delivered": Mutant(
-        "services/gateway/live.py", "self._turn.entry.owed = True, False", "self._turn.entry.owed = False, False"
+        "services/gateway/agent/live.py", "self._turn.entry.owed = True, False", "self._turn.entry.owed = False, False"
     ),
     "every turn reads its conversation anew": Mutant(
-        "services/gateway/plan.py", "if not isinstance(found, ForkReason):", "if False:"
+        "services/gateway/agent/plan.py", "if not isinstance(found, ForkReason):", "if False:"
     ),
     "a fork forgets what it forks from": Mutant(
-        "services/gateway/tape.py", "[*after.branch.ids.head(after.end), *token_ids]", "[*token_ids]"
+        "services/episodes/tape.py", "[*after.branch.ids.head(after.end), *token_ids]", "[*token_ids]"
     ),
     "another sample forgets the conversation but its end": Mutant(
-        "services/gateway/plan.py", "return TurnPrompt(prompt, num_stored", "return TurnPrompt(prompt[-64:], num_stored"
+        "services/gateway/agent/plan.py",
+        "return TurnPrompt(prompt, num_stored",
+        "return TurnPrompt(prompt[-64:], num_stored",
     ),
-    "what begins a call is no part of it": Mutant("services/gateway/tape.py", "if not self.num_begun:", "if True:"),
+    "what begins a call is no part of it": Mutant("services/episodes/tape.py", "if not self.num_begun:", "if True:"),
     "calls are given to who asked for none": Mutant(
-        "services/gateway/answers.py", 'gives_no_calls=ask.choice.mode == "none"', "gives_no_calls=False"
+        "services/gateway/agent/answers.py", 'gives_no_calls=ask.choice.mode == "none"', "gives_no_calls=False"
     ),
     "what is sampled behind a stop text is kept": Mutant(
-        "services/gateway/episode.py", "return head(sampled, ended[0] - len(taped.sampled))", "return sampled"
+        "services/gateway/agent/episode.py", "return head(sampled, ended[0] - len(taped.sampled))", "return sampled"
     ),
     "a turn may be longer than was asked for": Mutant(
-        "services/gateway/budget.py",
+        "services/gateway/agent/budget.py",
         "asked = math.inf if turn.ask.max_tokens is None else",
         "asked = math.inf if True else",
     ),
     "a turn has the version of its last token": Mutant(
-        "services/gateway/tape.py",
+        "services/episodes/tape.py",
         "for version, span in zip(sampled.versions, generation.spans, strict=True):",
         "for version, span in zip([sampled.versions[-1]] * 2, generation.spans, strict=True):",
     ),
     "the first token of an answer is no action": Mutant(
-        "services/gateway/tape.py",
+        "services/episodes/tape.py",
         "action_mask, behavior_logprobs = masked(len(token_ids), logprobs)",
         "action_mask, behavior_logprobs = masked(len(token_ids), logprobs[1:] or logprobs)",
     ),
     "other tools are another conversation": Mutant(
-        "services/gateway/history.py", "return Rewritten.TOOLS_CHANGED", "return Rewritten.SUB_AGENT"
+        "services/episodes/matching.py", "return Rewritten.TOOLS_CHANGED", "return Rewritten.SUB_AGENT"
     ),
     "every conversation is the agent's own": Mutant(
-        "services/gateway/history.py", "return Rewritten.SUB_AGENT", "return Rewritten.EDITED_HISTORY", "messages"
+        "services/episodes/matching.py", "return Rewritten.SUB_AGENT", "return Rewritten.EDITED_HISTORY", "messages"
     ),
     "who asks again while a turn is sampled begins it once more": Mutant(
-        "services/gateway/episode.py", "return turn or self._alive(", "return self._alive(", "responses"
+        "services/gateway/agent/episode.py", "return turn or self._alive(", "return self._alive(", "responses"
     ),
 }
 

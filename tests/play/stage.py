@@ -25,12 +25,12 @@ from gspo_core.codec import decode
 from gspo_core.env import EnvironmentFailed, Llm, Start
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
+from services.episodes.keys import Keys
 from services.episodes.outbox import Outbox
-from services.gateway.app import build_app
-from services.gateway.attempt import AgentDriver
-from services.gateway.door import EpisodeRouter
-from services.gateway.keys import Keys
-from services.gateway.pulled import LoanBoard
+from services.gateway.agent.attempt import AgentDriver
+from services.gateway.agent.door import EpisodeRouter
+from services.gateway.agent.pulled import LoanBoard
+from services.gateway.http.app import build_app
 from services.process.http_server import serve_http
 from services.process.ports import free_port
 from services.state.functions import Functions

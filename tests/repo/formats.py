@@ -33,12 +33,11 @@ from services.api.views.replay_views import (
     SingleView,
     VersionFound,
 )
-from services.episodes import history
+from services.episodes import history, snapshots
+from services.episodes.matching import TurnEntry
 from services.files import data_dir, replays, weight_deltas
 from services.files.environments import registry
 from services.files.job_dir import JobDir
-from services.gateway import snapshots
-from services.gateway.history import TurnEntry
 from services.state import fleet_records, functions
 from services.state.jobs import CancelManner, DesiredState, JobStatus, TrainerAttempt
 from services.state.kept_jobs import STATUS_FIELDS
@@ -167,7 +166,7 @@ def _in_redis() -> Iterator[Format]:
     world = shape_of(history.WorldSnapshot)
     yield Format("worlds of episodes", "services/episodes/history.py SCHEMA", history.SCHEMA, world)
     tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.StoredReward))]
-    yield Format("turns of agents' episodes", "services/gateway/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
+    yield Format("turns of agents' episodes", "services/episodes/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
 
 
 def kept(text: bytes | str) -> Kept:

@@ -3,5 +3,5 @@
 ``turns`` is a request and its answer in no dialect, ``sse`` an event on the wire.
 ``fields`` is the one table of what each dialect may send and what becomes of it; ``sent`` reads values by it, ``asks``
 makes the ask, ``faults`` names errors. To add a dialect, write its module and its fields, and give it a path in
-``services.gateway.app``.
+``services.gateway.http.app``.
 """

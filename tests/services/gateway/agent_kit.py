@@ -16,14 +16,14 @@ from gspo_core.env import Environment, EnvironmentFailed, Llm, Start
 from gspo_core.environment_contract import NO_REWARD
 from gspo_core.messages import Message
 from gspo_core.types import Split
-from services.gateway.attempt import AgentDriver
+from services.episodes.keys import Keys
+from services.gateway.agent.attempt import AgentDriver
+from services.gateway.agent.door import EpisodeRouter
+from services.gateway.agent.judge_keys import JudgeKeys
+from services.gateway.agent.judging import Judges
+from services.gateway.agent.outbound_http import OutboundHttp
+from services.gateway.agent.pulled import LoanBoard
 from services.gateway.dialects.turns import Answer, Refusal
-from services.gateway.door import EpisodeRouter
-from services.gateway.judge_keys import JudgeKeys
-from services.gateway.judging import Judges
-from services.gateway.keys import Keys
-from services.gateway.outbound_http import OutboundHttp
-from services.gateway.pulled import LoanBoard
 from services.state.functions import Functions
 from services.state.loans import Loans
 from services.state.queue import LeasedEpisode

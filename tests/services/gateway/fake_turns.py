@@ -12,9 +12,9 @@ from starlette.middleware import Middleware
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
-from services.gateway.app import build_app
 from services.gateway.dialects.turns import Answer, Finish, Piece, Refusal, RefusalKind, TurnRequest, Usage, VersionSpan
-from services.gateway.streams import Pace
+from services.gateway.http.app import build_app
+from services.gateway.http.streams import Pace
 from services.process.http_server import serve_http
 from services.process.ports import free_port
 from tests.patience import HANG_S

@@ -21,11 +21,11 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
+from services.episodes.tape import Tape
+from services.gateway.agent.episode import AgentEpisode
+from services.gateway.agent.live import Delivery
+from services.gateway.agent.meter import Meter
 from services.gateway.dialects.turns import Answer, TurnRequest
-from services.gateway.episode import AgentEpisode
-from services.gateway.live import Delivery
-from services.gateway.meter import Meter
-from services.gateway.tape import Tape
 from services.state.queue import Append, Fenced, Gap, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Backoff, Retrier
 from services.workers.setting import EpisodeSetting, EpisodeSpec

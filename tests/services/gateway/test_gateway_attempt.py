@@ -15,9 +15,9 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
+from services.episodes.snapshots import TreeSnapshot
+from services.gateway.agent.paying import Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.paying import Payer
-from services.gateway.snapshots import TreeSnapshot
 from services.hosts.session import SessionLost
 from services.state.keys import job_key
 from services.workers.episode import Episode

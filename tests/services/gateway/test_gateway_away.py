@@ -21,10 +21,10 @@ from gspo_core.types import StopReason
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.gateway.episode import AgentEpisode
-from services.gateway.meter import Meter
-from services.gateway.streams import Pace
-from services.gateway.tape import Tape
+from services.episodes.tape import Tape
+from services.gateway.agent.episode import AgentEpisode
+from services.gateway.agent.meter import Meter
+from services.gateway.http.streams import Pace
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Backoff, Retrier
 from services.workers import engines as engines_module

@@ -15,9 +15,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from gspo_core.messages import CalledFunction, Message
-from services.gateway import canonical, nodes
-from services.gateway.app import DIALECTS, build_app
-from services.gateway.bodies import (
+from services.episodes import canonical
+from services.episodes.canonical import of_messages
+from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
+from services.gateway.http import nodes
+from services.gateway.http.app import DIALECTS, build_app
+from services.gateway.http.bodies import (
     IN_THREAD_BYTES,
     MAX_BODY_BYTES,
     MAX_NODES,
@@ -25,9 +28,7 @@ from services.gateway.bodies import (
     Bodies,
     BodyTooLarge,
 )
-from services.gateway.canonical import of_messages
-from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
-from services.gateway.nodes import has_more_nodes
+from services.gateway.http.nodes import has_more_nodes
 from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted

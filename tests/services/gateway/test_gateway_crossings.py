@@ -13,16 +13,16 @@ import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
-from services.gateway.app import _question
+from services.episodes.matching import MAX_REPEAT_KEYS
+from services.episodes.snapshots import TreeSnapshot
+from services.gateway.agent.lengths import LONG_BYTES
+from services.gateway.agent.plan import TurnPlanner
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import MAX_PASSED_OVER
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.history import MAX_REPEAT_KEYS
-from services.gateway.lengths import LONG_BYTES
-from services.gateway.plan import TurnPlanner
-from services.gateway.snapshots import TreeSnapshot
+from services.gateway.http.app import _question
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, read, request, said, take, user
 from tests.services.gateway.test_gateway_episode import bench, refused
 from tests.services.rollout.rollout_kit import Speech

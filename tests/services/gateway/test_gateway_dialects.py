@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gspo_core.messages import Message, ParameterSchema, ToolSchema
-from services.gateway.app import DIALECTS
 from services.gateway.dialects.dialect import Heading
 from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
+from services.gateway.http.app import DIALECTS
 from tests.services.gateway.fake_turns import MODEL, FakeTurns, Scripted, call, schema, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Said, Speaker, Wire
 

@@ -13,10 +13,10 @@ from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.engines.protocol import ContextFull
+from services.episodes.matching import Rewritten
 from services.gateway.dialects.asks import parsed
 from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
-from services.gateway.history import Rewritten
 from services.state.fleet_records import WorkerRecord
 from tests.services.gateway.gateway_kit import (
     ADD,
@@ -573,7 +573,7 @@ async def test_a_turn_is_stored_in_one_with_its_first_tokens(codec: HermesCodec)
 async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(
     codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 3000)
+    monkeypatch.setattr("services.episodes.snapshots.MAX_SNAPSHOT_BYTES", 3000)
     one = Bench(codec)
     refusal = await refused(on_and_on(one, [HI]))
     assert refusal.kind is RefusalKind.OVER_BUDGET

@@ -14,7 +14,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.env import Environment
 from gspo_core.replay.rescoring import recorded
 from gspo_core.types import EpisodeKey, Group, Split, StopReason, Trajectory
-from services.gateway.judging import Judges
+from services.gateway.agent.judging import Judges
 from services.workers.episode import Episode
 from services.workers.setting import EpisodeSpec
 from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_setting, door

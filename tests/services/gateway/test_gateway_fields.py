@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gspo_core.json_value import JSON
-from services.gateway.app import DIALECTS
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import HISTORIES, ParsedRequest
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, GEMINI, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
 from services.gateway.dialects.turns import Refusal, RefusalKind
+from services.gateway.http.app import DIALECTS
 from tests.services.gateway.fake_turns import FakeTurns, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire
 

@@ -15,10 +15,10 @@ from starlette.middleware import Middleware
 
 from gspo_core.messages import Message
 from gspo_core.types import EpisodeKey
-from services.gateway.app import DIALECTS
+from services.episodes.keys import Keys
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.forwarding import FORWARDED_BY, RECEIPT, SEARCH_S, ForwardingMiddleware, between_gateways
-from services.gateway.keys import Keys
+from services.gateway.http.app import DIALECTS
+from services.gateway.http.forwarding import FORWARDED_BY, RECEIPT, SEARCH_S, ForwardingMiddleware, between_gateways
 from services.process.ports import free_port
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts

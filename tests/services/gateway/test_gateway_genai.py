@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.gateway.dialects.turns import Piece, Refusal, RefusalKind
-from services.gateway.streams import Pace
+from services.gateway.http.streams import Pace
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, call, serving, texts
 

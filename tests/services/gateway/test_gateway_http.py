@@ -13,11 +13,11 @@ import pytest
 from starlette.types import Message, Send
 from structlog.testing import capture_logs
 
-from services.gateway.app import build_app
-from services.gateway.bodies import MAX_BODY_BYTES
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
-from services.gateway.seats import Seats
-from services.gateway.streams import Pace
+from services.gateway.http.app import build_app
+from services.gateway.http.bodies import MAX_BODY_BYTES
+from services.gateway.http.seats import Seats
+from services.gateway.http.streams import Pace
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts
 from tests.services.gateway.speakers import SPEAKERS, Speaker, Wire, events

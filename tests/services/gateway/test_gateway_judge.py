@@ -15,7 +15,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.env import Llm
 from gspo_core.types import Outcome, StopReason
-from services.gateway.judging import Judges, conversation_of
+from services.gateway.agent.judging import Judges, conversation_of
 from services.process.ports import free_port
 from services.state.functions import Functions
 from services.state.keys import job_key

@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
 from gspo_core.types import EpisodeKey, Split
+from services.episodes.keys import KEPT_S, MAX_SECRETS, AttemptId, Keys, Named, UnknownKey
 from services.gateway.__main__ import renew
+from services.gateway.agent.door import EpisodeRouter
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.door import EpisodeRouter
-from services.gateway.keys import KEPT_S, MAX_SECRETS, AttemptId, Keys, Named, UnknownKey
 from services.state.functions import Functions
 from services.state.queue_records import LeasedEpisode
 from services.state.shared_secrets import AGENT_KEYS, shared_secret

@@ -16,12 +16,12 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.counters import Counters
-from services.gateway import late
+from services.episodes.keys import KEPT_S, Keys
+from services.gateway.agent import late
+from services.gateway.agent.door import EpisodeRouter
+from services.gateway.agent.late import EndedEpisode, LateRewards
+from services.gateway.agent.paying import ANYBODY, Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.door import EpisodeRouter
-from services.gateway.keys import KEPT_S, Keys
-from services.gateway.late import EndedEpisode, LateRewards
-from services.gateway.paying import ANYBODY, Payer
 from services.state.client import NotPermitted
 from services.state.queue import Bus
 from services.state.queue_records import Waiting

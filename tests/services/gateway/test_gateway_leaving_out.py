@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gspo_core.spec import AgentSpec
-from services.gateway.canonical import of_messages
+from services.episodes.canonical import of_messages
+from services.gateway.agent.leaving_out import MOST_PLACES, cut, without_volatile
 from services.gateway.dialects.asks import make_ask
 from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import AUTO, TurnRequest
-from services.gateway.leaving_out import MOST_PLACES, cut, without_volatile
 from tests.services.gateway.gateway_kit import request, user
 
 

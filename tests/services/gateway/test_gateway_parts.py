@@ -13,10 +13,10 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import StopReason
+from services.episodes.matching import TurnEntry
+from services.episodes.snapshots import StoredReward, TreeSnapshot
+from services.episodes.tree_parts import TreeParts
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.history import TurnEntry
-from services.gateway.snapshots import StoredReward, TreeSnapshot
-from services.gateway.tree_parts import TreeParts
 from services.state.queue import Append, Kept, Snapshot
 from tests.services.gateway.gateway_kit import BabblingPolicy, Bench, HeldRecords, request, said, take, user
 
@@ -189,7 +189,7 @@ async def test_a_reward_that_comes_again_needs_no_room(
     bench = Bench(codec)
     await bench.episode.reward(0.5, token=token, pays=True)
     other = again(bench, begins_again=True)
-    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 1)
+    monkeypatch.setattr("services.episodes.snapshots.MAX_SNAPSHOT_BYTES", 1)
     await other.episode.reward(0.5, token=token, pays=True)
     assert await refused(other.episode.reward(0.5, token="another", pays=True)) is RefusalKind.OVER_BUDGET
     assert [one.value for one in other.episode.rewards.posted] == [0.5]

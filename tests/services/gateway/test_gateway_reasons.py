@@ -10,9 +10,9 @@ import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
+from services.episodes.matching import Rewritten
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.turns import Answer, TurnRequest
-from services.gateway.history import Rewritten
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
 from tests.services.gateway.test_gateway_episode import ADD, bench
 

@@ -18,7 +18,7 @@ from gspo_core.messages import Message
 from services.gateway.dialects import faults
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.streams import Pace
+from services.gateway.http.streams import Pace
 from services.process.ports import free_port
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, call, serving, texts

@@ -19,14 +19,14 @@ from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.kinds import open_engines
 from services.engines.protocol import Engine
 from services.episodes.counters import Counters
+from services.episodes.keys import Keys
 from services.episodes.policy import Policy, Sampled
+from services.episodes.snapshots import TreeSnapshot
+from services.episodes.tape import Tape
+from services.gateway.agent.episode import AgentEpisode
+from services.gateway.agent.meter import Meter
+from services.gateway.agent.seeds import sampling_seed
 from services.gateway.dialects.turns import TurnRequest
-from services.gateway.episode import AgentEpisode
-from services.gateway.keys import Keys
-from services.gateway.meter import Meter
-from services.gateway.seeds import sampling_seed
-from services.gateway.snapshots import TreeSnapshot
-from services.gateway.tape import Tape
 from services.state.queue import LeasedEpisode
 from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, Store

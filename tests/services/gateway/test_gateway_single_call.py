@@ -17,7 +17,7 @@ from gspo_core.chat import (
     read_hermes,
     read_qwen_xml,
 )
-from services.gateway.snapshots import TreeSnapshot
+from services.episodes.snapshots import TreeSnapshot
 from tests.services.gateway.gateway_kit import (
     ADD,
     BabblingPolicy,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.messages import Message
-from services.gateway.app import DIALECTS
-from services.gateway.canonical import of_answer, of_message
+from services.episodes.canonical import of_answer, of_message
+from services.episodes.reading import certain, read
 from services.gateway.dialects.turns import Answer, Piece, ToolChoice
-from services.gateway.reading import certain, read
+from services.gateway.http.app import DIALECTS
 from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
 from tests.services.gateway.fake_turns import MODEL, Scripted
 from tests.services.gateway.fake_turns import call as named

@@ -17,14 +17,14 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes.counters import Counters
+from services.gateway.agent.forgetting import forget, forget_for_ever
+from services.gateway.agent.lengths import LONG_BYTES, is_long
+from services.gateway.agent.plan import TurnPlanner
+from services.gateway.agent.redaction import NoRedactor, load_redactor
+from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
+from services.gateway.agent.talking import Talking
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, TurnRequest
-from services.gateway.entrances import Entrances
-from services.gateway.forgetting import forget, forget_for_ever
-from services.gateway.lengths import LONG_BYTES, is_long
-from services.gateway.plan import TurnPlanner
-from services.gateway.redaction import NoRedactor, load_redactor
-from services.gateway.talk_jobs import TalkJob, TalkJobs
-from services.gateway.talking import Talking
+from services.gateway.http.entrances import Entrances
 from services.state.client import Away, AwayReason, NotPermitted
 from services.state.functions import Functions
 from services.state.keys import job_key
@@ -272,7 +272,7 @@ async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, m
             raise asyncio.CancelledError
         raise Away(AwayReason.LOADING)
 
-    monkeypatch.setattr("services.gateway.forgetting.forget", fails)
+    monkeypatch.setattr("services.gateway.agent.forgetting.forget", fails)
     with pytest.raises(asyncio.CancelledError):
         await forget_for_ever(place.talks, KEEP, every_s=0.0)
     assert tries == 3
@@ -446,7 +446,7 @@ async def test_equal_requests_at_once_use_their_turns_up_but_for_the_one_that_wa
 async def test_conversations_that_are_being_answered_stay_and_another_is_told_to_ask_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    monkeypatch.setattr("services.gateway.agent.talking.MAX_CONVERSATIONS", 2)
     key = await place.key()
     place.policy.gate = asyncio.Event()
     under_way = [await place.talking.ask(key, request(user(text))) for text in ("one", "two")]
@@ -461,7 +461,7 @@ async def test_conversations_that_are_being_answered_stay_and_another_is_told_to
 async def test_a_key_has_its_share_of_conversations_also_while_those_of_another_are_all_being_answered(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 4)
+    monkeypatch.setattr("services.gateway.agent.talking.MAX_CONVERSATIONS", 4)
     busy, other = await place.key(), await place.key(id="fedcba987654")
     gate = place.policy.gate = asyncio.Event()
     under_way = [await place.talking.ask(busy, request(user(f"question {number}"))) for number in range(4)]
@@ -479,7 +479,7 @@ async def test_a_key_has_its_share_of_conversations_also_while_those_of_another_
 async def test_of_the_idle_conversations_the_one_that_was_silent_longest_makes_room(
     place: Place, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 3)
+    monkeypatch.setattr("services.gateway.agent.talking.MAX_CONVERSATIONS", 3)
     key = await place.key()
     gate = place.policy.gate = asyncio.Event()
     busy = await place.talking.ask(key, request(user("busy")))
@@ -500,7 +500,7 @@ async def test_a_refused_request_lets_no_conversation_go_and_leaves_none(
     place: Place, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
     """One that may not be, and two that are too long, of which one is read beside the loop."""
-    monkeypatch.setattr("services.gateway.talking.MAX_CONVERSATIONS", 2)
+    monkeypatch.setattr("services.gateway.agent.talking.MAX_CONVERSATIONS", 2)
     key = await place.key()
     await place.say(key, HI)
     await place.say(key, user("good day"))
@@ -621,8 +621,8 @@ async def loaded(
     place: Place, store: Store, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[TalkJobs]:
     """Jobs as a gateway loads them; no engine serves any, so turns wait."""
-    monkeypatch.setattr("services.gateway.talk_jobs.read_spec", lambda text: spec())
-    monkeypatch.setattr("services.gateway.talk_jobs.read_model", lambda path, chat: (codec, 4096, 1000))
+    monkeypatch.setattr("services.gateway.agent.talk_jobs.read_spec", lambda text: spec())
+    monkeypatch.setattr("services.gateway.agent.talk_jobs.read_model", lambda path, chat: (codec, 4096, 1000))
     none: Any = None
     jobs = TalkJobs(store, (), none, time.monotonic, random.Random(0))
     place.talking = Talking(place.talks, jobs, KEEP, lambda: NOW)

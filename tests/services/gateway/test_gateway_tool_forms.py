@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
-from services.gateway.app import DIALECTS
 from services.gateway.dialects.dialect import Heading, ParsedRequest
 from services.gateway.dialects.turns import Answer, Usage
+from services.gateway.http.app import DIALECTS
 from tests.services.gateway.speakers import events
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
+from services.episodes.reading import read as read_turn
+from services.episodes.snapshots import TreeSnapshot
 from services.gateway.dialects.turns import AUTO, Answer, Refusal, ToolChoice, TurnRequest
-from services.gateway.reading import read as read_turn
-from services.gateway.snapshots import TreeSnapshot
 from tests.services.gateway.gateway_kit import (
     ADD,
     BabblingPolicy,

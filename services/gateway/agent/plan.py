@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
+from services.episodes.matching import History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.tape import Tape, TapedTurn
+from services.episodes.written_back import added
+from services.gateway.agent.lengths import beside, is_long, may_be_too_long, num_beyond
 from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
-from services.gateway.history import History, PrefixMatch, Rewritten, TurnEntry
-from services.gateway.lengths import beside, is_long, may_be_too_long, num_beyond
-from services.gateway.tape import Tape, TapedTurn
-from services.gateway.written_back import added
 
 
 @dataclass(frozen=True, slots=True)

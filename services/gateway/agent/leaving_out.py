@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gspo_core.messages import Message
-from services.gateway.canonical import of_messages
+from services.episodes.canonical import of_messages
+from services.gateway.agent.lengths import beside, is_long
 from services.gateway.dialects.asks import with_digest
 from services.gateway.dialects.turns import TurnRequest
-from services.gateway.lengths import beside, is_long
 
 # Of each pattern in a request: where its first words stand. Each costs a microsecond; what stands behind them stays.
 MOST_PLACES = 1000

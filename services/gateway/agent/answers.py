@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.gateway.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
+from services.episodes.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
+from services.episodes.endings import before_stop_text
+from services.episodes.matching import PrefixMatch, TurnEntry
+from services.episodes.reading import Reading, read
+from services.episodes.tape import Tape
 from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
-from services.gateway.endings import before_stop_text
-from services.gateway.history import PrefixMatch, TurnEntry
-from services.gateway.reading import Reading, read
-from services.gateway.tape import Tape
 
 # So much of an answer, found in another conversation's first message, is no chance.
 MIN_QUOTED_CHARS = 24

@@ -20,17 +20,17 @@ from gspo_core.codec import decode
 from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
+from services.episodes.canonical import of_tools, prefixes
 from services.episodes.outbox import Outbox
-from services.gateway.canonical import of_tools, prefixes
+from services.episodes.tape import Tape
+from services.gateway.agent.episode import STOP_CHUNK_TOKENS, AgentEpisode
+from services.gateway.agent.in_turn import Deciding, in_turn
+from services.gateway.agent.live import Delivery
+from services.gateway.agent.meter import Meter
+from services.gateway.agent.redaction import Redactor, redacted
+from services.gateway.agent.talk_charges import TalkCharges, used_up
+from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
-from services.gateway.episode import STOP_CHUNK_TOKENS, AgentEpisode
-from services.gateway.in_turn import Deciding, in_turn
-from services.gateway.live import Delivery
-from services.gateway.meter import Meter
-from services.gateway.redaction import Redactor, redacted
-from services.gateway.talk_charges import TalkCharges, used_up
-from services.gateway.talk_jobs import TalkJob, TalkJobs
-from services.gateway.tape import Tape
 from services.process.telemetry import get_logger
 from services.state.client import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot

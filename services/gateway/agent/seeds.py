@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 
+from services.episodes.tape import TapedTurn
 from services.gateway.dialects.turns import TurnRequest
-from services.gateway.tape import TapedTurn
 
 
 def sampling_seed(ask: TurnRequest, turn: TapedTurn) -> int | None:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.nodes import has_more_nodes
+from services.gateway.http.nodes import has_more_nodes
 
 T = TypeVar("T")
 

@@ -26,10 +26,10 @@ from gspo_core.placeholders import NoSuchField
 from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
 from services.episodes.counters import Counters
-from services.gateway.judge_keys import JudgeKeys, NoKey
-from services.gateway.outbound_http import AWAY, AnswerTooLong, OutboundAnswer, OutboundHttp
-from services.gateway.played import PlayedSession
-from services.gateway.reading import read
+from services.episodes.reading import read
+from services.gateway.agent.judge_keys import JudgeKeys, NoKey
+from services.gateway.agent.outbound_http import AWAY, AnswerTooLong, OutboundAnswer, OutboundHttp
+from services.gateway.agent.played import PlayedSession
 from services.state.retry import Backoff
 from services.workers.setting import EpisodeSetting
 

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator
 
 from gspo_core.types import StopReason
 from services.episodes.ledger import goes_in_circles
+from services.episodes.tape import Tape
+from services.gateway.agent.live import LiveTurn
+from services.gateway.agent.meter import Meter
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.live import LiveTurn
-from services.gateway.meter import Meter
-from services.gateway.tape import Tape
 from services.workers.setting import EpisodeSpec
 
 

@@ -19,15 +19,15 @@ from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason
 from services.episodes.ledger import LedgerConflict
 from services.episodes.policy import Drained
-from services.gateway.door import EpisodeRouter
-from services.gateway.episode import AgentEpisode
-from services.gateway.judging import JudgedAgent, Judges
-from services.gateway.late import EndedEpisode
-from services.gateway.meter import Meter
-from services.gateway.played import PlayedSession
-from services.gateway.pulled import LoanBoard, PulledAgent, has_agent
-from services.gateway.snapshots import TreeSnapshot
-from services.gateway.tape import Tape
+from services.episodes.snapshots import TreeSnapshot
+from services.episodes.tape import Tape
+from services.gateway.agent.door import EpisodeRouter
+from services.gateway.agent.episode import AgentEpisode
+from services.gateway.agent.judging import JudgedAgent, Judges
+from services.gateway.agent.late import EndedEpisode
+from services.gateway.agent.meter import Meter
+from services.gateway.agent.played import PlayedSession
+from services.gateway.agent.pulled import LoanBoard, PulledAgent, has_agent
 from services.hosts.session import SessionLost
 from services.process.telemetry import get_logger
 from services.state.client import RedisFault

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.bodies import BodyTooLarge
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.dialect import Dialect
 from services.gateway.dialects.faults import Fault, fault_of, final
@@ -26,8 +25,9 @@ from services.gateway.dialects.gemini_paths import PREFIX, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.seats import Seats
-from services.gateway.streams import fault_reply
+from services.gateway.http.bodies import BodyTooLarge
+from services.gateway.http.seats import Seats
+from services.gateway.http.streams import fault_reply
 from services.process.telemetry import get_logger
 
 # Keys of episodes begin with it, so that one is found beside a key of another service.

@@ -19,7 +19,7 @@ import msgspec
 
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.gateway.canonical import (
+from services.episodes.canonical import (
     num_opening,
     of_answer,
     of_instructions,
@@ -29,7 +29,7 @@ from services.gateway.canonical import (
     of_tools,
     prefixes,
 )
-from services.gateway.written_back import words_behind
+from services.episodes.written_back import words_behind
 
 _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.

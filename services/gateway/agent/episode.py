@@ -19,24 +19,24 @@ import msgspec
 from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.engines.protocol import ContextFull
+from services.episodes.canonical import of_key
+from services.episodes.endings import first_call_end, head, stop_text_end
+from services.episodes.keys import AttemptId
+from services.episodes.matching import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled
-from services.gateway.answers import Answers
-from services.gateway.budget import Budget
-from services.gateway.canonical import of_key
+from services.episodes.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
+from services.episodes.tape import Tape, TapedTurn
+from services.episodes.tree_parts import TreePart, TreeParts
+from services.gateway.agent.answers import Answers
+from services.gateway.agent.budget import Budget
+from services.gateway.agent.in_turn import Deciding, in_turn
+from services.gateway.agent.leaving_out import without_volatile
+from services.gateway.agent.live import Delivery, LiveTurn
+from services.gateway.agent.meter import Meter
+from services.gateway.agent.paying import Payer
+from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt
+from services.gateway.agent.seeds import sampling_seed
 from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind, TurnRequest
-from services.gateway.endings import first_call_end, head, stop_text_end
-from services.gateway.history import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
-from services.gateway.in_turn import Deciding, in_turn
-from services.gateway.keys import AttemptId
-from services.gateway.leaving_out import without_volatile
-from services.gateway.live import Delivery, LiveTurn
-from services.gateway.meter import Meter
-from services.gateway.paying import Payer
-from services.gateway.plan import Encoded, TurnPlanner, TurnPrompt
-from services.gateway.seeds import sampling_seed
-from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
-from services.gateway.tape import Tape, TapedTurn
-from services.gateway.tree_parts import TreePart, TreeParts
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import EpisodeErased
 from services.workers.setting import EpisodeSetting, EpisodeSpec

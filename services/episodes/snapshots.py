@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from gspo_core.types import Segment
-from services.gateway.history import TurnEntry
+from services.episodes.matching import TurnEntry
 
 # 1 is the whole tree, which a release wrote at each turn. It is the first part of an episode that goes on here.
 SCHEMA = 2

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
-from services.gateway.bodies import SMALL_BODY_BYTES, Bodies
-from services.gateway.canonical import of_messages
+from services.episodes.canonical import of_messages
+from services.episodes.keys import PAYING
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
 from services.gateway.dialects.dialect import Dialect, ParsedRequest
@@ -33,14 +33,14 @@ from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import FieldValue, Reader, without_index
 from services.gateway.dialects.turns import Answering, Turns
-from services.gateway.forwarding import FORWARDED_BY, TURN
-from services.gateway.forwarding import RECEIPT as RECEIPT_PATH
-from services.gateway.keys import PAYING
-from services.gateway.receipts import Receipts
-from services.gateway.requests import TELLABLE, GatewayMiddleware, dialect_of, is_gemini, key_of
-from services.gateway.routing import Routing
-from services.gateway.seats import Seats
-from services.gateway.streams import Pace, TurnResponse, fault_reply, json_reply
+from services.gateway.http.bodies import SMALL_BODY_BYTES, Bodies
+from services.gateway.http.forwarding import FORWARDED_BY, TURN
+from services.gateway.http.forwarding import RECEIPT as RECEIPT_PATH
+from services.gateway.http.receipts import Receipts
+from services.gateway.http.requests import TELLABLE, GatewayMiddleware, dialect_of, is_gemini, key_of
+from services.gateway.http.routing import Routing
+from services.gateway.http.seats import Seats
+from services.gateway.http.streams import Pace, TurnResponse, fault_reply, json_reply
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OpenAIChat(),

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TypeVar
 
 from gspo_core.types import EpisodeKey
+from services.episodes.keys import AttemptId, Keys, Named, UnknownKey
+from services.gateway.agent.episode import AgentEpisode
+from services.gateway.agent.late import LateRewards
+from services.gateway.agent.live import Delivery
 from services.gateway.dialects.turns import OVER, Refusal, RefusalKind, TurnRequest
-from services.gateway.episode import AgentEpisode
-from services.gateway.keys import AttemptId, Keys, Named, UnknownKey
-from services.gateway.late import LateRewards
-from services.gateway.live import Delivery
 from services.process.cancelling import cancel_all
 from services.state.queue_records import RewardWord
 

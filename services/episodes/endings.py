@@ -14,7 +14,7 @@ from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
 from services.engines.protocol import Span
 from services.episodes.policy import Sampled
-from services.gateway.reading import DAMAGED, is_readable
+from services.episodes.reading import DAMAGED, is_readable
 
 
 def stop_text_end(codec: ChatCodec, ids: Sequence[int], stops: Sequence[str], first: int = 0) -> tuple[int, str] | None:

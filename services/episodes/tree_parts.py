@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from gspo_core.types import StopReason
-from services.gateway.history import TurnEntry
-from services.gateway.snapshots import StoredReward, TreeSnapshot
+from services.episodes.matching import TurnEntry
+from services.episodes.snapshots import StoredReward, TreeSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.types import EpisodeKey
+from services.episodes.keys import Keys
 from services.gateway.dialects.faults import fault_of
 from services.gateway.dialects.turns import OVER, Refusal, RefusalKind
-from services.gateway.keys import Keys
-from services.gateway.requests import KEY_HEADERS, dialect_of, key_of
-from services.gateway.streams import fault_reply
+from services.gateway.http.requests import KEY_HEADERS, dialect_of, key_of
+from services.gateway.http.streams import fault_reply
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.client import Away

@@ -17,12 +17,12 @@ import msgspec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 from services.episodes.counters import Counters
+from services.episodes.keys import Named
 from services.episodes.outbox import to_append
-from services.gateway.answers import turn_id, turn_number
+from services.episodes.snapshots import StoredReward
+from services.gateway.agent.answers import turn_id, turn_number
+from services.gateway.agent.paying import ANYBODY, Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.keys import Named
-from services.gateway.paying import ANYBODY, Payer
-from services.gateway.snapshots import StoredReward
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier

@@ -7,7 +7,7 @@ can there be more: behind calls nothing but the stop text. It knows an answer by
 from __future__ import annotations
 
 from gspo_core.messages import Message
-from services.gateway.canonical import of_beginning
+from services.episodes.canonical import of_beginning
 
 
 def words_behind(message: Message, answer: bytes, num_chars: int, stop_text: str) -> str | None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
+from services.episodes.endings import certain_ids
+from services.episodes.matching import TurnEntry
+from services.episodes.reading import Reading, certain
+from services.episodes.tape import TapedTurn
 from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
-from services.gateway.endings import certain_ids
-from services.gateway.history import TurnEntry
-from services.gateway.reading import Reading, certain
-from services.gateway.tape import TapedTurn
 
 # Its tools can be large, and an episode keeps each of its turns.
 _ANSWERED = TurnRequest(())

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.bodies import BodyTooLarge
 from services.gateway.dialects.turns import Refusal
-from services.gateway.requests import refused
+from services.gateway.http.bodies import BodyTooLarge
+from services.gateway.http.requests import refused
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
