@@ -142,7 +142,7 @@ class Conversation:
 
     def parse(self) -> ParsedTurn:
         """The last sampled turn."""
-        return self._codec.parse(self.ledger.turns[-1].sampled, self.tools)
+        return self._codec.parse(self.ledger.open.sampled, self.tools)
 
     def read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
         """Opens the next turn with ``messages``, which answer ``parsed``."""
@@ -150,9 +150,9 @@ class Conversation:
         messages, num_cut = within(messages, self._max_observation_chars)
         if num_cut:
             self._counters.add("observations/cut", num_cut)
-        sampled = ledger.turns[-1].sampled
+        sampled = ledger.open.sampled
         with _wording():
-            bridge = codec.bridge(ledger.context, sampled, messages, history=self.messages, tools=self.tools)
+            bridge = codec.bridge(ledger.open.prompt, sampled, messages, history=self.messages, tools=self.tools)
         self.messages += [codec.message(sampled, self.tools, turn=parsed), *messages]
         if isinstance(bridge, ForkReason):
             self._counters.add("drift/forks")

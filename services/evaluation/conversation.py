@@ -50,7 +50,7 @@ class TokenConversation:
         return self._history.begin(start)
 
     async def answer(self, max_tokens: int) -> Turn | StopReason:
-        codec, sampled = self._sampler.codec, self._ledger.turns[-1].sampled
+        codec, sampled = self._sampler.codec, self._ledger.open.sampled
         stop = None
         while stop is None and not (sampled and sampled[-1] in codec.stop_ids):
             if (stop := self._exhausted(max_tokens)) is None:
@@ -63,7 +63,7 @@ class TokenConversation:
         return self._history.read(turn.parsed, messages)
 
     def _exhausted(self, max_tokens: int) -> StopReason | None:
-        sampled, circle = self._ledger.turns[-1].sampled, self._limits.max_repetition_tokens
+        sampled, circle = self._ledger.open.sampled, self._limits.max_repetition_tokens
         if circle is not None and goes_in_circles(sampled, circle):
             return StopReason.REPETITION
         if self._ledger.num_tokens >= self._max_context_tokens:
@@ -72,7 +72,7 @@ class TokenConversation:
 
     async def _sample_chunk(self, max_tokens: int) -> None:
         sampler, ledger = self._sampler, self._ledger
-        remaining = min(max_tokens - len(ledger.turns[-1].sampled), self._max_context_tokens - ledger.num_tokens)
+        remaining = min(max_tokens - len(ledger.open.sampled), self._max_context_tokens - ledger.num_tokens)
         try:
             generation = await sampler.engine.generate(
                 ledger.prompt(),

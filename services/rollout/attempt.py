@@ -20,8 +20,9 @@ from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.history import Conversation, WorldSnapshot, WorldSnapshotNotKept, num_finished_turns
-from services.episodes.ledger import Ledger, LedgerConflict, goes_in_circles
+from services.episodes.ledger import Ledger, goes_in_circles
 from services.episodes.policy import Drained, Interrupted
+from services.episodes.tree import LedgerConflict
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
 from services.workers.setting import (
@@ -110,7 +111,7 @@ class EpisodeAttempt:
 
     async def _sample_turn(self) -> StopReason | None:
         """Samples in chunks until the policy ends its turn; returns the reason to stop if it cannot."""
-        turn = self._ledger.turns[-1]
+        turn = self._ledger.open
         while not (turn.sampled and turn.sampled[-1] in self._setting.codec.stop_ids):
             if self._record:
                 self._ledger.restore(self._record.popleft())
@@ -132,7 +133,7 @@ class EpisodeAttempt:
         if self._timings.own_s > self._order.limits.episode_timeout_s:
             return StopReason.EPISODE_TIMEOUT
         circle = self._order.limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(self._ledger.turns[-1].sampled, circle):
+        if circle is not None and goes_in_circles(self._ledger.open.sampled, circle):
             return StopReason.REPETITION
         if self._ledger.num_tokens >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
@@ -158,7 +159,7 @@ class EpisodeAttempt:
     def _remaining_tokens(self) -> int:
         """How many tokens the turn may still sample."""
         return min(
-            self._order.max_turn_tokens - len(self._ledger.turns[-1].sampled),
+            self._order.max_turn_tokens - len(self._ledger.open.sampled),
             self._order.limits.max_episode_tokens - self._ledger.num_sampled,
             self._order.max_context_tokens - self._ledger.num_tokens,
         )
@@ -226,7 +227,7 @@ class EpisodeAttempt:
             data = WorldSnapshot(
                 turn=turn,
                 branch=ledger.num_forks,
-                observed=list(ledger.turns[-1].observed),
+                observed=list(ledger.open.observed),
                 messages=[dict(message) for message in history.messages],
                 tools=[dict(tool) for tool in history.tools],
                 tally=self._tally,

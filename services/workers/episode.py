@@ -18,9 +18,10 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.environment_contract import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.engines.protocol import EngineRejected
-from services.episodes.ledger import Ledger, LedgerConflict
+from services.episodes.ledger import Ledger
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted
+from services.episodes.tree import LedgerConflict
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
 from services.state.refusals import Conflict, Refused

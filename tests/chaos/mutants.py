@@ -72,9 +72,9 @@ MUTANTS = {
         short("kill worker", faults=4, minutes=0.2, steps=8),
     ),
     "an answer has the version of its last token": Mutant(
-        "services/episodes/ledger.py",
-        "cuts = [(version, span) for version, span in named",
-        "cuts = [(sampled.versions[-1], span) for version, span in named",
+        "services/episodes/tree.py",
+        "for version, span in zip(sampled.versions, generation.spans, strict=True):",
+        "for version, span in zip([sampled.versions[-1]] * 2, generation.spans, strict=True):",
         short("cut engine"),
     ),
     "a takeover forgets what was logged after the checkpoint": Mutant(

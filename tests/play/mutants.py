@@ -52,14 +52,14 @@ MUTANTS = {
         "services/gateway/agent/plan.py", "if not isinstance(found, ForkReason):", "if False:"
     ),
     "a fork forgets what it forks from": Mutant(
-        "services/episodes/tape.py", "[*after.branch.ids.head(after.end), *token_ids]", "[*token_ids]"
+        "services/episodes/tree.py", "[*after.branch.ids.head(after.end), *token_ids]", "[*token_ids]"
     ),
     "another sample forgets the conversation but its end": Mutant(
         "services/gateway/agent/plan.py",
         "return TurnPrompt(prompt, num_stored",
         "return TurnPrompt(prompt[-64:], num_stored",
     ),
-    "what begins a call is no part of it": Mutant("services/episodes/tape.py", "if not self.num_begun:", "if True:"),
+    "what begins a call is no part of it": Mutant("services/episodes/tree.py", "if not self.num_begun:", "if True:"),
     "calls are given to who asked for none": Mutant(
         "services/gateway/agent/answers.py", 'gives_no_calls=ask.choice.mode == "none"', "gives_no_calls=False"
     ),
@@ -72,12 +72,12 @@ MUTANTS = {
         "asked = math.inf if True else",
     ),
     "a turn has the version of its last token": Mutant(
-        "services/episodes/tape.py",
+        "services/episodes/tree.py",
         "for version, span in zip(sampled.versions, generation.spans, strict=True):",
         "for version, span in zip([sampled.versions[-1]] * 2, generation.spans, strict=True):",
     ),
     "the first token of an answer is no action": Mutant(
-        "services/episodes/tape.py",
+        "services/episodes/tree.py",
         "action_mask, behavior_logprobs = masked(len(token_ids), logprobs)",
         "action_mask, behavior_logprobs = masked(len(token_ids), logprobs[1:] or logprobs)",
     ),

@@ -15,7 +15,7 @@ from services.episodes.canonical import as_javascript_writes, of_answer, of_inst
 from services.episodes.endings import before_stop_text
 from services.episodes.matching import PrefixMatch, TurnEntry
 from services.episodes.reading import Reading, read
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
 
 # So much of an answer, found in another conversation's first message, is no chance.
@@ -33,7 +33,7 @@ def turn_number(attempt: int, turn: str) -> int | None:
 
 
 class Answers:
-    def __init__(self, codec: ChatCodec, tape: Tape) -> None:
+    def __init__(self, codec: ChatCodec, tape: TokenTree) -> None:
         self._codec = codec
         self._tape = tape
         self._words: dict[int, tuple[int, str]] = {}

@@ -17,10 +17,9 @@ from gspo_core.environment_contract import NO_REWARD, AgentSession, EnvironmentF
 from gspo_core.evidence import MAX_WHY_CHARS, TASK, both, gathered
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason
-from services.episodes.ledger import LedgerConflict
 from services.episodes.policy import Drained
 from services.episodes.snapshots import TreeSnapshot
-from services.episodes.tape import Tape
+from services.episodes.tree import LedgerConflict, TokenTree
 from services.gateway.agent.door import EpisodeRouter
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.judging import JudgedAgent, Judges
@@ -123,7 +122,7 @@ class AgentAttempt:
         self._order = order
         self._past = past
         self._meter = Meter(timings, setting.counters, setting.clock)
-        self._tape = Tape(order.key, attempt, order.temperature)
+        self._tape = TokenTree(order.key, attempt, order.temperature)
         self._episode = AgentEpisode(setting, order, self._tape, self._meter, driver.now)
         self._session: PlayedSession = session
         if order.judge is not None:
@@ -136,7 +135,7 @@ class AgentAttempt:
         self._witness = self._session if isinstance(self._session, Witness) else None
 
     @property
-    def recorded(self) -> Tape:
+    def recorded(self) -> TokenTree:
         return self._tape
 
     async def play(self) -> Outcome | AwaitsReward:

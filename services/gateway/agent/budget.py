@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 
 from gspo_core.types import StopReason
 from services.episodes.ledger import goes_in_circles
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.agent.live import LiveTurn
 from services.gateway.agent.meter import Meter
 from services.gateway.dialects.turns import Refusal, RefusalKind
@@ -22,7 +22,7 @@ from services.workers.setting import EpisodeSpec
 
 
 class Budget:
-    def __init__(self, order: EpisodeSpec, tape: Tape, meter: Meter, stop_ids: Collection[int]) -> None:
+    def __init__(self, order: EpisodeSpec, tape: TokenTree, meter: Meter, stop_ids: Collection[int]) -> None:
         self.stopped: StopReason | None = None
         """The limit that the last request, or the last turn, met."""
         self._order = order

@@ -25,7 +25,7 @@ from services.episodes.keys import AttemptId
 from services.episodes.matching import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled
 from services.episodes.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
-from services.episodes.tape import Tape, TapedTurn
+from services.episodes.tree import TokenTree, TurnTokens
 from services.episodes.tree_parts import TreePart, TreeParts
 from services.gateway.agent.answers import Answers
 from services.gateway.agent.budget import Budget
@@ -58,7 +58,7 @@ class AgentEpisode:
         self,
         setting: EpisodeSetting,
         order: EpisodeSpec,
-        tape: Tape,
+        tape: TokenTree,
         meter: Meter,
         now: Callable[[], float],
         stop_chunk_tokens: int = STOP_CHUNK_TOKENS,
@@ -121,7 +121,8 @@ class AgentEpisode:
 
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
-        self._tape.restore(record)
+        for segment in record:
+            self._tape.restore(segment)
         self.rewards = Rewards.come_again(kept.rewards) if begins_again else Rewards(kept.rewards)
         self.num_rewards_refused = kept.num_refused
         self._num_refused_again = kept.num_refused if begins_again else 0
@@ -333,12 +334,8 @@ class AgentEpisode:
         message = f"the conversation has {num_tokens} tokens; it must have fewer than {self._order.max_context_tokens}"
         return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
-    def _open(self, number: int, beginning: TurnPrompt) -> TapedTurn:
-        after, tape = beginning.after, self._tape
-        if after is None:
-            taped = tape.begin(number, beginning.token_ids)
-        else:
-            taped = (tape.go_on if after.is_tip else tape.fork)(number, after, beginning.token_ids)
+    def _open(self, number: int, beginning: TurnPrompt) -> TurnTokens:
+        taped = self._tape.open_turn(number, beginning.after, beginning.token_ids)
         taped.num_begun = beginning.num_begun
         return taped
 
@@ -355,7 +352,7 @@ class AgentEpisode:
 
     # sampling
 
-    def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest) -> LiveTurn:
+    def _alive(self, entry: TurnEntry, taped: TurnTokens, ask: TurnRequest) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
         if (finish := self._budget.ending(turn)) is None:
@@ -395,7 +392,7 @@ class AgentEpisode:
         started = setting.clock()
         with self._meter.sampling():
             sampled = await setting.policy.sample(
-                self._tape.prompt(taped),
+                self._tape.prompt_of(taped),
                 max_new_tokens=most,
                 temperature=self._order.temperature,
                 stop_token_ids=setting.codec.stop_ids,
@@ -407,7 +404,7 @@ class AgentEpisode:
 
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
         spent = self._meter.take() if sampled.generation.output_ids else None  # else with the next tokens
-        segments = self._tape.record(turn.taped, sampled, spent)
+        segments = self._tape.add(turn.taped, sampled, spent)
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
         part = self._part() if self._parts.has_new else None
         with self._meter.storing():

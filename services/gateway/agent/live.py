@@ -15,7 +15,7 @@ from services.episodes.counters import Counters
 from services.episodes.endings import certain_ids
 from services.episodes.matching import TurnEntry
 from services.episodes.reading import Reading, certain
-from services.episodes.tape import TapedTurn
+from services.episodes.tree import TurnTokens
 from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
 
 # Its tools can be large, and an episode keeps each of its turns.
@@ -26,7 +26,7 @@ class LiveTurn:
     """A turn that was asked for here, until its answer is known and nobody is being given it. Asked for once more, it
     is read again from what was stored."""
 
-    def __init__(self, id: str, entry: TurnEntry, taped: TapedTurn, ask: TurnRequest, codec: ChatCodec) -> None:
+    def __init__(self, id: str, entry: TurnEntry, taped: TurnTokens, ask: TurnRequest, codec: ChatCodec) -> None:
         self.id = id
         self.entry = entry
         self.taped = taped

@@ -15,7 +15,7 @@ from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
 from services.episodes.matching import History, PrefixMatch, Rewritten, TurnEntry
-from services.episodes.tape import Tape, TapedTurn
+from services.episodes.tree import TokenTree, TurnTokens
 from services.episodes.written_back import added
 from services.gateway.agent.lengths import beside, is_long, may_be_too_long, num_beyond
 from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
@@ -27,7 +27,7 @@ class TurnPrompt:
 
     token_ids: Sequence[int]
     """All that is read; the last ``num_begun`` of them begin the answer."""
-    after: TapedTurn | None = None
+    after: TurnTokens | None = None
     """It goes on at the end of this turn, or forks from there."""
     num_stored: int = 0
     reason: str = ""
@@ -53,7 +53,7 @@ class Encoded:
 
 
 class TurnPlanner:
-    def __init__(self, codec: ChatCodec, tape: Tape, history: History) -> None:
+    def __init__(self, codec: ChatCodec, tape: TokenTree, history: History) -> None:
         self._codec = codec
         self._tape = tape
         self._history = history

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 
-from services.episodes.tape import TapedTurn
+from services.episodes.tree import TurnTokens
 from services.gateway.dialects.turns import TurnRequest
 
 
-def sampling_seed(ask: TurnRequest, turn: TapedTurn) -> int | None:
+def sampling_seed(ask: TurnRequest, turn: TurnTokens) -> int | None:
     """Below 2**31, which every kind of engine takes. None where the agent sent none."""
     if ask.seed is None:
         return None

@@ -22,7 +22,7 @@ from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.canonical import of_tools, prefixes
 from services.episodes.outbox import Outbox
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import STOP_CHUNK_TOKENS, AgentEpisode
 from services.gateway.agent.in_turn import Deciding, in_turn
 from services.gateway.agent.live import Delivery
@@ -300,7 +300,7 @@ class Talking:
         order = _order(job, EpisodeKey(job.id, secrets.randbits(48), 0))
         if self._redact is not None:  # it sees whole turns, so they are sampled whole
             order = replace(order, chunk_tokens=order.max_turn_tokens)
-        tape = Tape(order.key, 0, order.temperature)
+        tape = TokenTree(order.key, 0, order.temperature)
         meter = Meter(Timings(), jobs.counters, jobs.clock)
         most = STOP_CHUNK_TOKENS if self._redact is None else order.max_turn_tokens
         episode = AgentEpisode(setting, order, tape, meter, self._now, most)

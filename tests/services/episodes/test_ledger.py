@@ -8,8 +8,9 @@ import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.engines.protocol import EngineProtocolError
-from services.episodes.ledger import Ledger, LedgerConflict
+from services.episodes.ledger import Ledger
 from services.episodes.policy import Sampled
+from services.episodes.tree import LedgerConflict
 from tests.services.rollout.rollout_kit import answer_of
 
 KEY = EpisodeKey("job", 3, 1)
@@ -73,7 +74,7 @@ def test_a_prompt_that_rewrites_the_one_before_is_refused() -> None:
     ledger = Ledger(KEY, 0, 1.0)
     ledger.observe([1, 2, 3])
     ledger.prompt()
-    ledger._token_ids._ids[1] = 7
+    ledger.open.branch.ids._ids[1] = 7
     with pytest.raises(LedgerConflict, match="rewrites"):
         ledger.prompt()
 

@@ -21,7 +21,7 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.live import Delivery
 from services.gateway.agent.meter import Meter
@@ -249,7 +249,7 @@ class Bench:
         self.policy = policy or BabblingPolicy(codec, random.Random(0))
         self.setting = quick_setting(self.records, codec, self.policy)
         self.order = quick_order(**order)
-        self.tape = Tape(self.order.key, 0, self.order.temperature)
+        self.tape = TokenTree(self.order.key, 0, self.order.temperature)
         meter = Meter(Timings(), self.setting.counters, self.setting.clock)
         self.episode = AgentEpisode(self.setting, self.order, self.tape, meter, lambda: 1_700_000_000.0)
 

@@ -21,7 +21,7 @@ from gspo_core.types import StopReason
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.meter import Meter
 from services.gateway.http.streams import Pace
@@ -141,7 +141,9 @@ async def played(codec: HermesCodec, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         records, order = HeldRecords(), quick_order(limits={"episode_timeout_s": LIMIT_S})
         setting = quick_setting(records, codec, engines, clock=lambda: now[0])
         meter = Meter(Timings(), setting.counters, setting.clock)
-        episode = AgentEpisode(setting, order, Tape(order.key, 0, order.temperature), meter, lambda: 1_700_000_000.0)
+        episode = AgentEpisode(
+            setting, order, TokenTree(order.key, 0, order.temperature), meter, lambda: 1_700_000_000.0
+        )
         entrance = door()
         try:
             async with serving(cast(Any, entrance), ALIVE) as gateway:

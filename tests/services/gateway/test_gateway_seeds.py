@@ -22,7 +22,7 @@ from services.episodes.counters import Counters
 from services.episodes.keys import Keys
 from services.episodes.policy import Policy, Sampled
 from services.episodes.snapshots import TreeSnapshot
-from services.episodes.tape import Tape
+from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.meter import Meter
 from services.gateway.agent.seeds import sampling_seed
@@ -116,7 +116,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         setting = quick_setting(self.records, self.place.codec, self.policy)
-        tape = Tape(self.order.key, 0, self.order.temperature)
+        tape = TokenTree(self.order.key, 0, self.order.temperature)
         meter = Meter(Timings(), setting.counters, setting.clock)
         self.counters = setting.counters
         self.episode = AgentEpisode(setting, self.order, tape, meter, lambda: NOW)
@@ -278,7 +278,7 @@ async def test_an_equal_request_with_the_same_seed_is_a_branch_with_the_same_tok
 
 
 def test_one_seed_is_another_number_in_another_turn_and_none_is_none() -> None:
-    tape = Tape(EpisodeKey("job", 0, 0), 0, 1.0)
+    tape = TokenTree(EpisodeKey("job", 0, 0), 0, 1.0)
     turns = [tape.begin(0, [1, 2, 3]), tape.begin(1, [1, 2, 3]), tape.begin(2, [1, 2, 4]), tape.begin(3, [1, 2])]
     first, equal, other, shorter = (sampling_seed(TurnRequest((), seed=7), turn) for turn in turns)
     assert first == equal
