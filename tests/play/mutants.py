@@ -64,7 +64,7 @@ MUTANTS = {
         "services/gateway/agent/answers.py", 'gives_no_calls=ask.choice.mode == "none"', "gives_no_calls=False"
     ),
     "what is sampled behind a stop text is kept": Mutant(
-        "services/gateway/agent/episode.py", "return head(sampled, ended[0] - len(taped.sampled))", "return sampled"
+        "services/gateway/agent/episode.py", "return head(sampled, ended[0] - len(tokens.sampled))", "return sampled"
     ),
     "a turn may be longer than was asked for": Mutant(
         "services/gateway/agent/budget.py",

@@ -33,17 +33,17 @@ def turn_number(attempt: int, turn: str) -> int | None:
 
 
 class Answers:
-    def __init__(self, codec: ChatCodec, tape: TokenTree) -> None:
+    def __init__(self, codec: ChatCodec, tree: TokenTree) -> None:
         self._codec = codec
-        self._tape = tape
+        self._tree = tree
         self._words: dict[int, tuple[int, str]] = {}
         """Of turns that were looked for in a new conversation: what they say, and of how many tokens."""
 
     def id_of(self, number: int) -> str:
-        return turn_id(self._tape.attempt, number)
+        return turn_id(self._tree.attempt, number)
 
     def number_of(self, turn: str) -> int | None:
-        return turn_number(self._tape.attempt, turn)
+        return turn_number(self._tree.attempt, turn)
 
     def entry(self, number: int, place: PrefixMatch, ask: TurnRequest, created_at: int) -> TurnEntry:
         return TurnEntry(
@@ -83,15 +83,15 @@ class Answers:
         if len(text) < MIN_QUOTED_CHARS:
             return False
         num_sampled, words = self._words.get(entry.number, (-1, ""))
-        if num_sampled != len(self._tape.turns[entry.number].sampled):
+        if num_sampled != len(self._tree.turns[entry.number].sampled):
             words = self._reading(entry, ()).text.strip()
-            self._words[entry.number] = len(self._tape.turns[entry.number].sampled), words
+            self._words[entry.number] = len(self._tree.turns[entry.number].sampled), words
         return len(words) >= MIN_QUOTED_CHARS and words in text
 
     def read(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> Answer:
-        reading, taped = self._reading(entry, tools), self._tape.turns[entry.number]
+        reading, tokens = self._reading(entry, tools), self._tree.turns[entry.number]
         self._note(entry, reading)
-        num_thought = max(reading.parsed.num_thought_tokens - len(taped.begun), 0)
+        num_thought = max(reading.parsed.num_thought_tokens - len(tokens.begun), 0)
         finish: Finish = "length" if entry.finish == "length" else "tool_calls" if reading.calls else "stop"
         return Answer(
             id=self.id_of(entry.number),
@@ -99,8 +99,8 @@ class Answers:
             calls=reading.calls,
             call_ids=tuple(call_id(self.id_of(entry.number), place) for place in range(len(reading.calls))),
             finish=finish,
-            usage=Usage(taped.num_prompt, entry.num_stored, len(taped.sampled), num_thought),
-            versions=_spans(taped.spans),
+            usage=Usage(tokens.num_prompt, entry.num_stored, len(tokens.sampled), num_thought),
+            versions=_spans(tokens.spans),
             created_at=entry.created_at,
             reasoning=reading.reasoning,
             stop_text=entry.stop_text,
@@ -119,14 +119,14 @@ class Answers:
 
     def told(self, entry: TurnEntry) -> Sequence[int]:
         """Ids to read the turn of as an agent has it."""
-        taped = self._tape.turns[entry.number]
-        return [*taped.begun, *before_stop_text(self._codec, taped.sampled, entry.stop_text)]
+        tokens = self._tree.turns[entry.number]
+        return [*tokens.begun, *before_stop_text(self._codec, tokens.sampled, entry.stop_text)]
 
     def _note(self, entry: TurnEntry, reading: Reading) -> None:
         entry.answer = of_answer(reading.text, [(call.name, call.arguments) for call in reading.calls])
         entry.num_calls = 0 if entry.gives_no_calls else len(reading.parsed.calls)
         entry.has_parse_error = reading.parsed.has_parse_error
-        sampled = self._tape.turns[entry.number].sampled
+        sampled = self._tree.turns[entry.number].sampled
         is_ended = bool(sampled) and sampled[-1] in self._codec.stop_ids
         entry.num_told = -1 if is_ended else len(reading.text.strip())
 

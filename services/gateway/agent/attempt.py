@@ -122,8 +122,8 @@ class AgentAttempt:
         self._order = order
         self._past = past
         self._meter = Meter(timings, setting.counters, setting.clock)
-        self._tape = TokenTree(order.key, attempt, order.temperature)
-        self._episode = AgentEpisode(setting, order, self._tape, self._meter, driver.now)
+        self._tree = TokenTree(order.key, attempt, order.temperature)
+        self._episode = AgentEpisode(setting, order, self._tree, self._meter, driver.now)
         self._session: PlayedSession = session
         if order.judge is not None:
             name = f"{order.key}/{self._episode.named}/judge"
@@ -136,7 +136,7 @@ class AgentAttempt:
 
     @property
     def recorded(self) -> TokenTree:
-        return self._tape
+        return self._tree
 
     async def play(self) -> Outcome | AwaitsReward:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
@@ -174,7 +174,7 @@ class AgentAttempt:
                 if episode.failure.done():
                     raise episode.failure.result()
                 if leaving.is_set() and tasks[-1].done():
-                    if may_go_on(self._order) or not self._tape.num_sampled:
+                    if may_go_on(self._order) or not self._tree.num_sampled:
                         raise Drained(str(self._order.key))
                     tasks.pop()  # it may still end in the time that is left
                 if self._is_out_of_time():
@@ -211,7 +211,7 @@ class AgentAttempt:
         parts: dict[str, float] = {}
         if reward is None:
             try:
-                reward, parts = with_length(self._order, *await self._reward(), self._tape.num_sampled)
+                reward, parts = with_length(self._order, *await self._reward(), self._tree.num_sampled)
             except EnvironmentFailed as error:
                 if error.reason != NO_REWARD or self._order.reward_deadline_s is None:
                     raise
@@ -226,18 +226,18 @@ class AgentAttempt:
     async def _remember_rewards(self) -> None:
         """So that one that is sent again is known: the episode is as good where it is not, as under permissions of an
         earlier release."""
-        tape, late = self._tape, self._driver.door.late
+        tree, late = self._tree, self._driver.door.late
         if late is not None:
             try:
-                await late.remember(tape.key, tape.attempt, self._setting.token, self._episode.rewards.posted)
+                await late.remember(tree.key, tree.attempt, self._setting.token, self._episode.rewards.posted)
             except RedisFault as error:
                 get_logger().warning("rewards that are sent again will not be known", error=str(error))
 
     def _awaiting(self, stop: StopReason, deadline_s: float, evidence: Evidence) -> AwaitsReward:
         turns = sorted(self._episode.history.entries)
-        cost = cost_of_length(self._order, self._tape.num_sampled)
+        cost = cost_of_length(self._order, self._tree.num_sampled)
         entries = self._episode.history.entries
-        untrained = {number: entries[number].parent for number in self._tape.untrained_turns}
+        untrained = {number: entries[number].parent for number in self._tree.untrained_turns}
         ended = EndedEpisode(stop, cost, turns, self._episode.payer, untrained)
         outcome = Outcome(StopReason.NO_REWARD, metrics=self._metrics(), evidence=evidence)
         return AwaitsReward(stop, outcome, ended.encode(), self._driver.now() + deadline_s)
@@ -245,17 +245,17 @@ class AgentAttempt:
     def _name_untrained(self) -> None:
         """What was sampled for a client that never had it is no action of the episode, nor what the agent had but went
         on from another sample of."""
-        tape, had, counters = self._tape, self._had(), self._setting.counters
-        lost = [turn for number, turn in sorted(tape.turns.items()) if turn.sampled and number not in had]
+        tree, had, counters = self._tree, self._had(), self._setting.counters
+        lost = [turn for number, turn in sorted(tree.turns.items()) if turn.sampled and number not in had]
         if not self._order.trains_rejected:
             numbers = self._episode.history.rejected(had, self._episode.rewards.by_turn())
-            rejected = [tape.turns[number] for number in sorted(numbers) if tape.turns[number].sampled]
+            rejected = [tree.turns[number] for number in sorted(numbers) if tree.turns[number].sampled]
             counters.add("turns/rejected", len(rejected))
             counters.add("tokens/rejected", sum(len(turn.sampled) for turn in rejected))
             lost = sorted([*lost, *rejected], key=lambda turn: turn.number)
-        tape.untrained_turns = tuple(turn.number for turn in lost)
+        tree.untrained_turns = tuple(turn.number for turn in lost)
         entries = sorted(self._episode.history.entries.items())
-        tape.repeated = tuple(Repeated(number, one.num_repeats) for number, one in entries if one.num_repeats)
+        tree.repeated = tuple(Repeated(number, one.num_repeats) for number, one in entries if one.num_repeats)
         counters.add("turns/untrained", len(lost))
         counters.add("tokens/untrained", sum(len(turn.sampled) for turn in lost))
 
@@ -272,7 +272,7 @@ class AgentAttempt:
                     self._setting.counters.add("rewards/missing", error.reason == NO_REWARD)
                     raise
                 final = 0.0  # it was paid by the turn
-        self._tape.turn_rewards = in_order(by_turn)
+        self._tree.turn_rewards = in_order(by_turn)
         of_turns = {f"turn/{number}": value for number, value in by_turn.items()}
         if same := sorted(parts.keys() & of_turns):
             why = f"a part of the reward is called {same[0]}, as what was posted for that turn"
@@ -303,13 +303,13 @@ class AgentAttempt:
     def _last_turn(self) -> tuple[Sequence[int], Sequence[int]] | None:
         """That the agent had: the ids that it answers, and those to read it of."""
         had = self._had()
-        return (self._tape.turns[max(had)].prompt, self._episode.told(max(had))) if had else None
+        return (self._tree.turns[max(had)].prompt, self._episode.told(max(had))) if had else None
 
     def _had(self) -> set[int]:
         return self._episode.history.had(paid=self._episode.rewards.by_turn())
 
     def _metrics(self) -> dict[str, float]:
-        tape, timings = self._tape, self._meter.timings
+        tree, timings = self._tree, self._meter.timings
         entries = self._episode.history.entries.values()
         author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
         return author | {
@@ -317,10 +317,10 @@ class AgentAttempt:
             "tool_calls": self._episode.num_calls,
             "parse_errors": sum(entry.has_parse_error for entry in entries),
             "forks": sum(bool(entry.reason) for entry in entries),
-            "untrained_turns": len(tape.untrained_turns),
+            "untrained_turns": len(tree.untrained_turns),
             "rewards_refused": self._episode.num_rewards_refused,
-            "tokens_sampled": tape.num_sampled,
-            "versions": len(tape.versions),
+            "tokens_sampled": tree.num_sampled,
+            "versions": len(tree.versions),
             "model_s": timings.engine_s,
             "env_s": timings.env_s,
             "queue_s": timings.queue_s,

@@ -22,11 +22,11 @@ from services.workers.setting import EpisodeSpec
 
 
 class Budget:
-    def __init__(self, order: EpisodeSpec, tape: TokenTree, meter: Meter, stop_ids: Collection[int]) -> None:
+    def __init__(self, order: EpisodeSpec, tree: TokenTree, meter: Meter, stop_ids: Collection[int]) -> None:
         self.stopped: StopReason | None = None
         """The limit that the last request, or the last turn, met."""
         self._order = order
-        self._tape = tape
+        self._tree = tree
         self._meter = meter
         self._stop_ids = stop_ids
         self._num_reserved = 0
@@ -39,7 +39,7 @@ class Budget:
         met = {
             StopReason.MAX_TURNS: num_turns >= limits.max_turns,
             StopReason.MAX_TOOL_CALLS: num_calls > limits.max_tool_calls,
-            StopReason.MAX_TOKENS: self._tape.num_sampled >= limits.max_episode_tokens,
+            StopReason.MAX_TOKENS: self._tree.num_sampled >= limits.max_episode_tokens,
             StopReason.EPISODE_TIMEOUT: self._meter.spent_s > limits.episode_timeout_s,
             StopReason.REPETITION: self.stopped is StopReason.REPETITION,
         }
@@ -68,12 +68,12 @@ class Budget:
 
     def ending(self, turn: LiveTurn) -> str | None:
         """How the turn ended, if nothing more is sampled for it."""
-        sampled = turn.taped.sampled
+        sampled = turn.tokens.sampled
         if turn.entry.finish:
             return turn.entry.finish
         if sampled and sampled[-1] in self._stop_ids:
             return "stop"
-        if not turn.taped.is_tip:
+        if not turn.tokens.is_tip:
             return "length"
         if (why := self._exhausted(turn)) is not None:
             self.stopped = why
@@ -84,18 +84,18 @@ class Budget:
         """The limit of the episode that ends the turn."""
         limits = self._order.limits
         circle = limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(turn.taped.sampled, circle):
+        if circle is not None and goes_in_circles(turn.tokens.sampled, circle):
             return StopReason.REPETITION
-        if len(turn.taped.branch.ids) >= self._order.max_context_tokens:
+        if len(turn.tokens.branch.ids) >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
-        if self._tape.num_sampled >= limits.max_episode_tokens:
+        if self._tree.num_sampled >= limits.max_episode_tokens:
             return StopReason.MAX_TOKENS
         return StopReason.EPISODE_TIMEOUT if self._meter.spent_s > limits.episode_timeout_s else None
 
     def _room_of_turn(self, turn: LiveTurn) -> int:
         asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens
-        return int(min(self._order.max_turn_tokens, asked)) - len(turn.taped.sampled)
+        return int(min(self._order.max_turn_tokens, asked)) - len(turn.tokens.sampled)
 
     def room(self, turn: LiveTurn) -> int:
-        left = self._order.limits.max_episode_tokens - self._tape.num_sampled - self._num_reserved
-        return min(self._room_of_turn(turn), left, self._order.max_context_tokens - len(turn.taped.branch.ids))
+        left = self._order.limits.max_episode_tokens - self._tree.num_sampled - self._num_reserved
+        return min(self._room_of_turn(turn), left, self._order.max_context_tokens - len(turn.tokens.branch.ids))

@@ -58,7 +58,7 @@ class AgentEpisode:
         self,
         setting: EpisodeSetting,
         order: EpisodeSpec,
-        tape: TokenTree,
+        tree: TokenTree,
         meter: Meter,
         now: Callable[[], float],
         stop_chunk_tokens: int = STOP_CHUNK_TOKENS,
@@ -72,14 +72,14 @@ class AgentEpisode:
         self.payer = Payer(order.rewards_from, low, high)
         self._setting = setting
         self._order = order
-        self._tape = tape
+        self._tree = tree
         self._meter = meter
         self._now = now
         self._stop_chunk_tokens = stop_chunk_tokens
-        self._answers = Answers(setting.codec, tape)
+        self._answers = Answers(setting.codec, tree)
         self.history = History(self._digest, self._answers.is_in, self._answers.is_told_anew)
-        self._plan = TurnPlanner(setting.codec, tape, self.history)
-        self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
+        self._plan = TurnPlanner(setting.codec, tree, self.history)
+        self._budget = Budget(order, tree, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
         self._deciding: Deciding = {}
         """Requests without a turn yet, of which long ones take their time, by their digest."""
@@ -98,16 +98,16 @@ class AgentEpisode:
 
     @property
     def key(self) -> EpisodeKey:
-        return self._tape.key
+        return self._tree.key
 
     @property
     def attempt(self) -> int:
-        return self._tape.attempt
+        return self._tree.attempt
 
     @property
     def named(self) -> AttemptId:
         """As its key names it."""
-        return AttemptId(self._order.lease.epoch, self._tape.attempt)
+        return AttemptId(self._order.lease.epoch, self._tree.attempt)
 
     @property
     def stopped(self) -> StopReason | None:
@@ -122,7 +122,7 @@ class AgentEpisode:
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
         for segment in record:
-            self._tape.restore(segment)
+            self._tree.restore(segment)
         self.rewards = Rewards.come_again(kept.rewards) if begins_again else Rewards(kept.rewards)
         self.num_rewards_refused = kept.num_refused
         self._num_refused_again = kept.num_refused if begins_again else 0
@@ -130,16 +130,16 @@ class AgentEpisode:
         if kept.finished:
             self._is_finished = True
             self.finished.set()
-        self._parts.restore(kept, self._tape.turns)
+        self._parts.restore(kept, self._tree.turns)
         for entry in kept.turns:
-            if entry.number in self._tape.turns:  # nothing was sampled for the others
+            if entry.number in self._tree.turns:  # nothing was sampled for the others
                 if begins_again:
                     entry.delivered, entry.owed = False, True
                 if begins_again or not entry.answer:
                     self._parts.touch(entry.number)
-                self._tape.turns[entry.number].num_begun = entry.num_begun
+                self._tree.turns[entry.number].num_begun = entry.num_begun
                 self.history.add(entry)
-        self._next_turn = max(self._tape.turns, default=-1) + 1
+        self._next_turn = max(self._tree.turns, default=-1) + 1
 
     # what agents ask for
 
@@ -228,7 +228,7 @@ class AgentEpisode:
         """Raises ``Refusal``."""
         self.payer.check(value, by_own_key=not pays)
         number = self._answers.number_of(turn) if turn else None
-        if turn and not (number in self.history.entries and self._tape.turns[number].sampled):
+        if turn and not (number in self.history.entries and self._tree.turns[number].sampled):
             raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
         try:
             rewards = self.rewards.with_one_more(value, number, token)
@@ -284,7 +284,7 @@ class AgentEpisode:
         self._setting.counters.add("turns/repeated")
         entry.num_repeats += 1
         turn = self._live.get(entry.number)
-        return turn or self._alive(entry, self._tape.turns[entry.number], ask)
+        return turn or self._alive(entry, self._tree.turns[entry.number], ask)
 
     def _repeated(self, ask: TurnRequest) -> TurnEntry | None:
         equal = self.history.equal(ask.digest)
@@ -314,7 +314,7 @@ class AgentEpisode:
         self._budget.stopped = None
         self._parts.touch(entry.number)
         self._next_turn += 1
-        if place.parent is not None and place.parent.number in self._tape.turns:
+        if place.parent is not None and place.parent.number in self._tree.turns:
             self._close(place.parent)
         for name in ask.dropped:
             self._setting.counters.add(f"drift/dropped_{name}")
@@ -322,9 +322,9 @@ class AgentEpisode:
             self._setting.counters.add("drift/left_out")
         self.history.add(entry)
         self._count(beginning)
-        taped = self._open(entry.number, beginning)
-        taped.asked, taped.user = _asked(entry, place, ask), ask.user
-        return self._alive(entry, taped, ask)
+        tokens = self._open(entry.number, beginning)
+        tokens.asked, tokens.user = _asked(entry, place, ask), ask.user
+        return self._alive(entry, tokens, ask)
 
     def _overflow(self, num_tokens: int | str) -> Refusal:
         self._budget.stopped = StopReason.CONTEXT_OVERFLOW
@@ -335,9 +335,9 @@ class AgentEpisode:
         return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
     def _open(self, number: int, beginning: TurnPrompt) -> TurnTokens:
-        taped = self._tape.open_turn(number, beginning.after, beginning.token_ids)
-        taped.num_begun = beginning.num_begun
-        return taped
+        tokens = self._tree.open_turn(number, beginning.after, beginning.token_ids)
+        tokens.num_begun = beginning.num_begun
+        return tokens
 
     def _count(self, beginning: TurnPrompt) -> None:
         counters, reason = self._setting.counters, beginning.reason
@@ -352,8 +352,8 @@ class AgentEpisode:
 
     # sampling
 
-    def _alive(self, entry: TurnEntry, taped: TurnTokens, ask: TurnRequest) -> LiveTurn:
-        turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
+    def _alive(self, entry: TurnEntry, tokens: TurnTokens, ask: TurnRequest) -> LiveTurn:
+        turn = LiveTurn(self._answers.id_of(entry.number), entry, tokens, ask, self._setting.codec)
         self._live[entry.number] = turn
         if (finish := self._budget.ending(turn)) is None:
             entry.answer, entry.num_told = b"", -1  # whoever read it meanwhile read a part of it
@@ -380,7 +380,7 @@ class AgentEpisode:
     async def _sample_chunk(self, turn: LiveTurn) -> None:
         most = self._order.chunk_tokens
         if turn.ask.stop or turn.ask.single_call:
-            most = min(most, max(self._stop_chunk_tokens, len(turn.taped.sampled)))
+            most = min(most, max(self._stop_chunk_tokens, len(turn.tokens.sampled)))
         most = min(most, self._budget.room(turn))
         with self._budget.reserved(most):
             sampled = await self._sampled(turn, most)
@@ -388,23 +388,23 @@ class AgentEpisode:
                 await self._record(turn, self._as_asked(turn, sampled))
 
     async def _sampled(self, turn: LiveTurn, most: int) -> Sampled:
-        setting, taped = self._setting, turn.taped
+        setting, tokens = self._setting, turn.tokens
         started = setting.clock()
         with self._meter.sampling():
             sampled = await setting.policy.sample(
-                self._tape.prompt_of(taped),
+                self._tree.prompt_of(tokens),
                 max_new_tokens=most,
                 temperature=self._order.temperature,
                 stop_token_ids=setting.codec.stop_ids,
-                prefer_engine=taped.branch.last_engine,
-                sampling_seed=sampling_seed(turn.ask, taped),
+                prefer_engine=tokens.branch.last_engine,
+                sampling_seed=sampling_seed(turn.ask, tokens),
             )
         self._meter.held(started, sampled.held_s)
         return sampled
 
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
         spent = self._meter.take() if sampled.generation.output_ids else None  # else with the next tokens
-        segments = self._tape.add(turn.taped, sampled, spent)
+        segments = self._tree.add(turn.tokens, sampled, spent)
         self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
         part = self._part() if self._parts.has_new else None
         with self._meter.storing():
@@ -412,16 +412,16 @@ class AgentEpisode:
 
     def _as_asked(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
         """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
-        codec, taped, found = self._setting.codec, turn.taped, sampled.generation.output_ids
-        if turn.ask.single_call and (end := first_call_end(codec, taped.said, found, turn.ask.tools)) is not None:
+        codec, tokens, found = self._setting.codec, turn.tokens, sampled.generation.output_ids
+        if turn.ask.single_call and (end := first_call_end(codec, tokens.said, found, turn.ask.tools)) is not None:
             self._end(turn)
             sampled = head(sampled, end)
             found = sampled.generation.output_ids
-        ended = stop_text_end(codec, [*taped.sampled, *found], turn.ask.stop, len(taped.sampled))
+        ended = stop_text_end(codec, [*tokens.sampled, *found], turn.ask.stop, len(tokens.sampled))
         if ended is None:
             return sampled
         self._end(turn, ended[1])
-        return head(sampled, ended[0] - len(taped.sampled))
+        return head(sampled, ended[0] - len(tokens.sampled))
 
     def _end(self, turn: LiveTurn, stop_text: str = "") -> None:
         """The tokens alone do not say that they are all, nor which request's stop text ended them."""
@@ -447,7 +447,7 @@ class AgentEpisode:
         """A turn with a continuation is over, even if no client waited for its end."""
         self._parts.touch(parent.number)
         if not parent.finish:
-            sampled = self._tape.turns[parent.number].sampled
+            sampled = self._tree.turns[parent.number].sampled
             parent.finish = "stop" if sampled and sampled[-1] in self._setting.codec.stop_ids else "length"
 
     def _digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
@@ -468,14 +468,14 @@ class AgentEpisode:
         return self._parts.next(*given, finished=self._is_finished, num_refused=self.num_rewards_refused)
 
     async def _store(self, part: TreePart | None, segments: Sequence[Segment] = (), note: str = "") -> None:
-        tape, kept = self._tape, None
+        tree, kept = self._tree, None
         if part is not None and part.is_empty:
             part = None
             self._parts.settle(self.history.entries)
         if part is None and not segments:
             return
         if part is not None:
-            kept = Kept(tape.key, Snapshot(tape.attempt, tape.num_segments, part.data), is_part=True)
+            kept = Kept(tree.key, Snapshot(tree.attempt, tree.num_segments, part.data), is_part=True)
         await self._setting.outbox.append(segments, note, kept=kept)
         if part is not None:
             self._parts.stored(part)
@@ -503,7 +503,7 @@ class AgentEpisode:
     def _note(self) -> str:
         turns = len(self.history.entries)
         return self._meter.timings.note(
-            turn=turns - 1, tool_calls=self.num_calls, tokens_sampled=self._tape.num_sampled
+            turn=turns - 1, tool_calls=self.num_calls, tokens_sampled=self._tree.num_sampled
         )
 
     # the end

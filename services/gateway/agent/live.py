@@ -26,10 +26,10 @@ class LiveTurn:
     """A turn that was asked for here, until its answer is known and nobody is being given it. Asked for once more, it
     is read again from what was stored."""
 
-    def __init__(self, id: str, entry: TurnEntry, taped: TurnTokens, ask: TurnRequest, codec: ChatCodec) -> None:
+    def __init__(self, id: str, entry: TurnEntry, tokens: TurnTokens, ask: TurnRequest, codec: ChatCodec) -> None:
         self.id = id
         self.entry = entry
-        self.taped = taped
+        self.tokens = tokens
         self.ask = replace(ask, messages=())  # a whole history each: no later turn needs it again
         self.answer: Answer | None = None
         self.refusal: Refusal | None = None
@@ -38,7 +38,7 @@ class LiveTurn:
         self._codec = codec
         self._changed = asyncio.Event()
         self._certain: Reading | None = None
-        self._num_stored = len(taped.sampled)
+        self._num_stored = len(tokens.sampled)
         self._num_read = 0
 
     @property
@@ -52,7 +52,7 @@ class LiveTurn:
 
     def stored(self) -> None:
         """All that was sampled so far is durable."""
-        self._num_stored = len(self.taped.sampled)
+        self._num_stored = len(self.tokens.sampled)
         self.tell()
 
     def tell(self) -> None:
@@ -71,9 +71,9 @@ class LiveTurn:
         """All text, reasoning and calls that will not change."""
         num_sampled = self._num_stored
         if self._certain is None or num_sampled != self._num_read:
-            ids = certain_ids(self._codec, self.taped.sampled[:num_sampled], self.ask.stop)
+            ids = certain_ids(self._codec, self.tokens.sampled[:num_sampled], self.ask.stop)
             gives_calls = not self.entry.gives_no_calls
-            self._certain = certain(self._codec, [*self.taped.begun, *ids], self.ask.tools, gives_calls=gives_calls)
+            self._certain = certain(self._codec, [*self.tokens.begun, *ids], self.ask.tools, gives_calls=gives_calls)
             self._num_read = num_sampled
         return self._certain
 
@@ -109,7 +109,7 @@ class Delivery:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._turn.taped.num_prompt
+        return self._turn.tokens.num_prompt
 
     async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         turn, told = self._turn, Piece()

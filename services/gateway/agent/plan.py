@@ -53,9 +53,9 @@ class Encoded:
 
 
 class TurnPlanner:
-    def __init__(self, codec: ChatCodec, tape: TokenTree, history: History) -> None:
+    def __init__(self, codec: ChatCodec, tree: TokenTree, history: History) -> None:
         self._codec = codec
-        self._tape = tape
+        self._tree = tree
         self._history = history
         self._messages: dict[int, tuple[bytes, int, Message]] = {}
         """Of turns: their messages, read with the tools of this digest from so many tokens."""
@@ -87,7 +87,7 @@ class TurnPlanner:
         goes_on = self._goes_on(place, own)
         prefix, said = None, array("i")
         if place.parent is not None:
-            after = self._tape.turns[place.parent.number]
+            after = self._tree.turns[place.parent.number]
             prefix, said = after.prompt, array("i", after.said)  # copies: the loop goes on meanwhile
         return await beside(ask, self._encode, place, messages, own, ask, goes_on, prefix, said)
 
@@ -119,7 +119,7 @@ class TurnPlanner:
         """Equal where the same request goes on from the same ids, and reads as much of it as the policy's words."""
         if place.parent is None:
             return place.num_old, dict(own)
-        return place.num_old, dict(own), place.parent.number, self._tape.turns[place.parent.number].end
+        return place.num_old, dict(own), place.parent.number, self._tree.turns[place.parent.number].end
 
     def beginning(self, place: PrefixMatch, ask: TurnRequest, encoded: Encoded | None = None) -> TurnPrompt:
         """``encoded``: of the same request. Raises ``Refusal``."""
@@ -139,7 +139,7 @@ class TurnPlanner:
 
     def _behind(self, place: PrefixMatch, ask: TurnRequest, encoded: Encoded | None) -> TurnPrompt:
         if place.again is not None:
-            prompt = self._tape.turns[place.again.number].prompt
+            prompt = self._tree.turns[place.again.number].prompt
             return TurnPrompt(prompt, num_stored=len(prompt), reason=place.reason)
         messages, own = self._as_answered(place, ask)
         if encoded is not None and encoded.goes_on != self._goes_on(place, own):
@@ -147,7 +147,7 @@ class TurnPlanner:
         try:
             reason = place.reason
             if place.parent is not None:
-                after = self._tape.turns[place.parent.number]
+                after = self._tree.turns[place.parent.number]
                 more = self._codec.tokenizer.encode(self._added(place.parent, place.words or ""))
                 found = encoded.following if encoded is not None else None
                 if found is None:
@@ -187,15 +187,15 @@ class TurnPlanner:
         """What of ``words`` a client has written behind the answer, and is not stored there."""
         if not words:
             return ""
-        stored = self._codec.tokenizer.decode(self._tape.turns[entry.number].sampled)
+        stored = self._codec.tokenizer.decode(self._tree.turns[entry.number].sampled)
         return added(words, stored, entry.stop_text)
 
     def _message(self, turn: int, tools_digest: bytes, ask: TurnRequest) -> Message:
         """Read once: each request holds all earlier turns."""
-        taped = self._tape.turns[turn]
+        tokens = self._tree.turns[turn]
         known = self._messages.get(turn)
-        if known is None or known[:2] != (tools_digest, len(taped.sampled)):
-            known = tools_digest, len(taped.sampled), self._codec.message(taped.said, ask.tools)
+        if known is None or known[:2] != (tools_digest, len(tokens.sampled)):
+            known = tools_digest, len(tokens.sampled), self._codec.message(tokens.said, ask.tools)
             self._messages[turn] = known
         return known[2]
 

@@ -1,6 +1,6 @@
 """Turns for keys that just talk: conversations without an episode, recorded as traces and never trained.
 
-Rule: what is answered is on the tape first, as in an episode: exact ids, log-probs, versions. Which conversation a
+Rule: what is answered is in the tree first, as in an episode: exact ids, log-probs, versions. Which conversation a
 request continues is found by its messages; one that is known to none of them here begins a trace. A key is asked for
 at every request, so one that was revoked or is used up is refused at the next.
 """
@@ -300,10 +300,10 @@ class Talking:
         order = _order(job, EpisodeKey(job.id, secrets.randbits(48), 0))
         if self._redact is not None:  # it sees whole turns, so they are sampled whole
             order = replace(order, chunk_tokens=order.max_turn_tokens)
-        tape = TokenTree(order.key, 0, order.temperature)
+        tree = TokenTree(order.key, 0, order.temperature)
         meter = Meter(Timings(), jobs.counters, jobs.clock)
         most = STOP_CHUNK_TOKENS if self._redact is None else order.max_turn_tokens
-        episode = AgentEpisode(setting, order, tape, meter, self._now, most)
+        episode = AgentEpisode(setting, order, tree, meter, self._now, most)
         return _Conversation(presented.id, user, job, episode)
 
     def _records(self, key: str, user: str, codec: ChatCodec) -> TraceRecords:

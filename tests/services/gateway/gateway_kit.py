@@ -249,9 +249,9 @@ class Bench:
         self.policy = policy or BabblingPolicy(codec, random.Random(0))
         self.setting = quick_setting(self.records, codec, self.policy)
         self.order = quick_order(**order)
-        self.tape = TokenTree(self.order.key, 0, self.order.temperature)
+        self.tree = TokenTree(self.order.key, 0, self.order.temperature)
         meter = Meter(Timings(), self.setting.counters, self.setting.clock)
-        self.episode = AgentEpisode(self.setting, self.order, self.tape, meter, lambda: 1_700_000_000.0)
+        self.episode = AgentEpisode(self.setting, self.order, self.tree, meter, lambda: 1_700_000_000.0)
 
     @property
     def counters(self) -> Mapping[str, float]:

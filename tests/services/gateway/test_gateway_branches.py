@@ -40,8 +40,8 @@ async def busy_episode(codec: HermesCodec, turn_rewards: dict[int, float]) -> Tr
     assert one.counters["drift/forks_sub_agent"] == 2
     assert one.counters["drift/forks_compacted"] == 1
     judge(one.records.segments(), policy.served)
-    one.tape.turn_rewards = tuple(sorted(turn_rewards.items()))  # type: ignore[assignment]
-    end = one.tape.close(Outcome(StopReason.COMPLETED, 1.0))
+    one.tree.turn_rewards = tuple(sorted(turn_rewards.items()))  # type: ignore[assignment]
+    end = one.tree.close(Outcome(StopReason.COMPLETED, 1.0))
     return Trajectory((*one.records.segments(), end))
 
 

@@ -248,7 +248,7 @@ async def test_an_edited_history_forks_from_the_stored_ids(codec: HermesCodec) -
     assert one.counters[f"drift/forks_{Rewritten.EDITED_HISTORY}"] == 1
     record = one.records.segments()
     judge(record, one.policy.served)
-    stored = one.tape.turns[0]
+    stored = one.tree.turns[0]
     begin = next(segment for segment in record if segment.turn == 2)
     assert begin.token_ids.tolist()[: stored.end] == stored.branch.ids[: stored.end]
     assert third.usage.num_stored_tokens == stored.end
@@ -380,7 +380,7 @@ async def test_sampling_goes_on_when_the_client_is_gone(codec: HermesCodec) -> N
     broken = await one.episode.ask(request(HI))
     broken.dropped()
     one.policy.gate.set()
-    await until(lambda: one.tape.num_sampled == len(one.speech.say("One.")))
+    await until(lambda: one.tree.num_sampled == len(one.speech.say("One.")))
     assert (await one.ask(HI)).text == "One."
 
 
@@ -440,7 +440,7 @@ async def test_a_turn_that_fills_the_context_of_the_engines_ends_with_what_was_s
 async def test_parallel_turns_never_exceed_the_episodes_tokens(codec: HermesCodec) -> None:
     one = Bench(codec, limits={"max_episode_tokens": 40}, rollout={"group_size": 2, "chunk_tokens": 7})
     await asyncio.gather(*(one.ask(user(str(number))) for number in range(6)), return_exceptions=True)
-    assert one.tape.num_sampled <= 40
+    assert one.tree.num_sampled <= 40
     judge(one.records.segments(), one.policy.served)
 
 
@@ -463,7 +463,7 @@ async def test_a_turn_waits_for_tokens_that_others_may_need_and_gets_those_that_
     assert [(answer.text, answer.finish) for answer in answers] == [("Fine.", "stop")] * 5
     assert max(most for most in one.policy.asked) <= 16
     assert one.episode.stopped is None
-    assert one.tape.num_sampled == 5 * len(one.speech.say("Fine."))
+    assert one.tree.num_sampled == 5 * len(one.speech.say("Fine."))
 
 
 async def test_tokens_that_were_sampled_meanwhile_end_a_turn_that_waited_for_them(codec: HermesCodec) -> None:
@@ -590,7 +590,7 @@ async def test_a_turn_ends_with_its_first_call_where_only_one_was_asked_for(code
         answer = await one.ask(HI, tools=(ADD,), single_call=True)
         assert [dict(one.arguments) for one in answer.calls] == [{"amount": 2}]  # type: ignore[arg-type]
         assert answer.finish == "tool_calls"
-        sampled = one.tape.turns[0].sampled
+        sampled = one.tree.turns[0].sampled
         assert sum(token in codec.stop_ids for token in sampled) == num_ends
         text = codec.tokenizer.decode([token for token in sampled if token not in codec.stop_ids])
         assert text.strip() == call

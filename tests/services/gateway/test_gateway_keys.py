@@ -135,7 +135,7 @@ async def test_what_is_no_key_or_not_here_or_over_is_refused_in_its_own_way(code
     assert await refused(entrance.model_names("sk-something")) is RefusalKind.UNKNOWN_KEY
     assert await refused(entrance.finish(keys.make(key, AttemptId(0, 0), 1000 - KEPT_S - 1))) is RefusalKind.ENDED
     assert await refused(entrance.finish(keys.make(key, AttemptId(0, 0), 1000))) is RefusalKind.AWAY
-    one.tape.attempt = 3
+    one.tree.attempt = 3
     with entrance.open(one.episode):
         assert await refused(entrance.finish(keys.make(key, AttemptId(0, 2), 1000))) is RefusalKind.ENDED
         assert await refused(entrance.finish(keys.make(key, AttemptId(0, 4), 1000))) is RefusalKind.AWAY

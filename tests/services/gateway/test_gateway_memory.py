@@ -150,7 +150,7 @@ async def test_a_turn_behind_a_long_history_makes_no_number_of_each_id(codec: He
     text = user("word " * (LONG_BYTES // 5))
     answer = await take(await bench.episode.ask(request(text)))
     ask = request(text, said(answer), user("go on"))
-    num_ids = len(bench.tape.turns[0].branch.ids)
+    num_ids = len(bench.tree.turns[0].branch.ids)
     gc.collect()
     tracemalloc.start()
     try:

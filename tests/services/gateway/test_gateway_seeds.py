@@ -116,10 +116,10 @@ class Conversation:
 
     def __post_init__(self) -> None:
         setting = quick_setting(self.records, self.place.codec, self.policy)
-        tape = TokenTree(self.order.key, 0, self.order.temperature)
+        tree = TokenTree(self.order.key, 0, self.order.temperature)
         meter = Meter(Timings(), setting.counters, setting.clock)
         self.counters = setting.counters
-        self.episode = AgentEpisode(setting, self.order, tape, meter, lambda: NOW)
+        self.episode = AgentEpisode(setting, self.order, tree, meter, lambda: NOW)
         if self.records.payloads and self.records.snapshot is not None:
             kept = TreeSnapshot.together([self.records.snapshot.data, *self.records.snapshot.parts])
             assert kept is not None
@@ -278,8 +278,8 @@ async def test_an_equal_request_with_the_same_seed_is_a_branch_with_the_same_tok
 
 
 def test_one_seed_is_another_number_in_another_turn_and_none_is_none() -> None:
-    tape = TokenTree(EpisodeKey("job", 0, 0), 0, 1.0)
-    turns = [tape.begin(0, [1, 2, 3]), tape.begin(1, [1, 2, 3]), tape.begin(2, [1, 2, 4]), tape.begin(3, [1, 2])]
+    tree = TokenTree(EpisodeKey("job", 0, 0), 0, 1.0)
+    turns = [tree.begin(0, [1, 2, 3]), tree.begin(1, [1, 2, 3]), tree.begin(2, [1, 2, 4]), tree.begin(3, [1, 2])]
     first, equal, other, shorter = (sampling_seed(TurnRequest((), seed=7), turn) for turn in turns)
     assert first == equal
     assert len({first, other, shorter, sampling_seed(TurnRequest((), seed=8), turns[0])}) == 4

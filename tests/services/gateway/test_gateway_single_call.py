@@ -75,7 +75,7 @@ async def test_a_turn_ends_behind_its_first_call(codec: HermesCodec, syntax: str
     answer = await one.ask(HI, tools=(ADD,), single_call=True)
     assert [found.arguments for found in answer.calls] == [{"amount": 1}]
     assert (answer.text, answer.finish) == ("", "tool_calls")
-    sampled = one.tape.turns[0].sampled
+    sampled = one.tree.turns[0].sampled
     assert codec.tokenizer.decode(sampled).rstrip("; \n") == call % 1
     assert not set(sampled) & set(spoken.stop_ids)
     judge(one.records.segments(), one.policy.served)
@@ -88,7 +88,7 @@ async def test_an_end_behind_one_call_is_the_policys_own(codec: HermesCodec, syn
     one = bench(spoken, call % 1, chunk=chunk)
     answer = await one.ask(HI, tools=(ADD,), single_call=True)
     assert [found.arguments for found in answer.calls] == [{"amount": 1}]
-    assert one.tape.turns[0].sampled[-1] in spoken.stop_ids
+    assert one.tree.turns[0].sampled[-1] in spoken.stop_ids
 
 
 @pytest.mark.parametrize("chunk", [1, 512])

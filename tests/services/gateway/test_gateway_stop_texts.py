@@ -50,7 +50,7 @@ def assistant(text: str) -> Message:
 
 
 def stored(one: Bench, turn: int = 0) -> str:
-    return one.codec.tokenizer.decode(list(one.tape.turns[turn].sampled))
+    return one.codec.tokenizer.decode(list(one.tree.turns[turn].sampled))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 32])
@@ -61,8 +61,8 @@ async def test_a_stop_text_ends_the_turn_and_is_an_action_that_is_not_told(codec
     assert stored(one) == "think STOP:"
     record = one.records.segments()
     judge(record, one.policy.served)
-    assert sum(segment.num_actions for segment in record) == len(one.tape.turns[0].sampled)
-    assert first.usage.num_sampled_tokens == len(one.tape.turns[0].sampled)
+    assert sum(segment.num_actions for segment in record) == len(one.tree.turns[0].sampled)
+    assert first.usage.num_sampled_tokens == len(one.tree.turns[0].sampled)
     one.policy._rest.clear()
     assert (await one.ask(HI, said(first), user("next"))).text == "Fine."
     assert "drift/forks" not in one.counters
@@ -96,7 +96,7 @@ async def test_an_answer_that_is_written_back_with_more_goes_on_behind_the_store
     assert one.counters["drift/answer_extended"] == 1
     record = one.records.segments()
     judge(record, one.policy.served)
-    prompt, turn = codec.render([HI]), list(one.tape.turns[0].sampled)
+    prompt, turn = codec.render([HI]), list(one.tree.turns[0].sampled)
     rest = codec.tokenizer.encode(behind)
     bridge = codec.bridge(prompt, [*turn, *rest], [user("next")])
     assert one.policy.served[-1].prompt == [*prompt, *turn, *rest, *bridge]
@@ -227,7 +227,7 @@ async def test_what_is_sampled_in_vain_behind_stop_texts(codec: HermesCodec) -> 
     for length in range(40, 2040, 50):
         one = bench(codec, "x" * (length - 3) + "END" + "y" * 4096, sampling={"max_new_tokens": 4096})
         await one.ask(HI, stop=("END",))
-        assert len(one.tape.turns[0].sampled) == length
+        assert len(one.tree.turns[0].sampled) == length
         more = sum(len(served.ids) for served in one.policy.served) - length
         assert more <= max(length, 32)
         kept, in_vain, most = kept + length, in_vain + more, max(most, more)

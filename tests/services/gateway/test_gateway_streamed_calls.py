@@ -49,7 +49,7 @@ async def test_a_call_is_told_once_its_end_was_sampled(codec: HermesCodec) -> No
     async for item in await one.episode.ask(request(HI, tools=(ADD,))):
         if isinstance(item, Piece):
             calls += item.calls
-            sampled += [codec.tokenizer.decode(one.tape.turns[0].sampled)] * len(item.calls)
+            sampled += [codec.tokenizer.decode(one.tree.turns[0].sampled)] * len(item.calls)
         else:
             answer = item
     assert [text.count("</tool_call>") for text in sampled] == [1, 2]

@@ -136,12 +136,12 @@ rounds = st.lists(
 def check(agent: Agent) -> None:
     record = agent.records.segments()
     judge(record, agent.policy.served)
-    tape, history = agent.bench.tape, agent.bench.episode.history
+    tree, history = agent.bench.tree, agent.bench.episode.history
     had = history.had()
     for name, (ask, answer) in agent.heard.items():
         number = int(name.rsplit("-", 1)[1])
         assert number in had or name not in agent.sure
-        turn = tape.turns[number]
+        turn = tree.turns[number]
         stored = [
             token
             for segment in record

@@ -70,7 +70,7 @@ async def ask(one: Bench, *messages: Message, **fields: Any) -> Any:
 
 
 def ended(one: Bench) -> list[Segment]:
-    return [*one.records.segments(), one.tape.close(Outcome(StopReason.COMPLETED, 1.0))]
+    return [*one.records.segments(), one.tree.close(Outcome(StopReason.COMPLETED, 1.0))]
 
 
 async def a_line(codec: HermesCodec) -> list[Segment]:
@@ -94,7 +94,7 @@ async def a_tree(codec: HermesCodec) -> list[Segment]:
         pass
     lost.dropped()
     await ask(one, HI, said(first), user("what is 2 + 3?"))
-    one.tape.untrained_turns, one.tape.repeated = (4,), (Repeated(1, 1),)
+    one.tree.untrained_turns, one.tree.repeated = (4,), (Repeated(1, 1),)
     return ended(one)
 
 
