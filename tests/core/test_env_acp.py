@@ -541,6 +541,7 @@ def test_what_a_job_says_is_what_the_agent_is_started_by() -> None:
 
 def test_it_is_examined_without_being_started(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text("class Tasks:\n    tasks = [{'a': 1}, {'b': 1}]\n")
+    (tmp_path / "agent.py").touch()
     agent = {"command": [sys.executable, "agent.py"], "acp": {"prompt": "{{task.a}}"}}
     report = validate(f"{tmp_path}/tasks.py:Tasks", agent=agent)
     found = {check.id: check.message for check in report.checks}
