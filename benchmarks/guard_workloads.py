@@ -221,8 +221,8 @@ def sample_tokens() -> Work:
 def turn_at_8000_tokens() -> Work:
     from gspo_core.types import EpisodeKey
     from services.engines.protocol import Generation, Span
-    from services.episodes.ledger import Ledger
     from services.episodes.policy import Sampled
+    from services.episodes.tree import Ledger
 
     ids = [100_000 + number for number in range(128)]
     generation = Generation(ids, [-1.0] * 128, (Span("job/1/1", 0, 128),))

@@ -10,6 +10,7 @@ shorten.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,6 +19,12 @@ import msgspec
 from gspo_core.messages import Message, ParsedTurn
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import StopReason
+
+# Sampled tokens go in circles if the last ones are one short piece, again and again. Only exact repetition counts, so
+# that nothing a person would call a text is ever cut off; longer pieces are no stutter: lists and tables repeat lines.
+LONGEST_PIECE = 64
+# The fewest repeats that count.
+FEWEST_REPEATS = 4
 
 TRUNCATED = frozenset(
     {
@@ -94,3 +101,12 @@ def _text(text: str, most_chars: int) -> str:
     head = int(_HEAD * most_chars)
     tail = most_chars - head
     return f"{text[:head]}\n[... {len(text) - most_chars} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def goes_in_circles(sampled: array[int], num_tokens: int) -> bool:
+    """Whether the last ``num_tokens`` are repetitions of one piece."""
+    if len(sampled) < num_tokens:
+        return False
+    tail = sampled[-num_tokens:]
+    longest = min(LONGEST_PIECE, num_tokens // FEWEST_REPEATS)
+    return any(tail[piece:] == tail[:-piece] for piece in range(1, longest + 1))

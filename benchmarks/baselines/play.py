@@ -23,9 +23,9 @@ from gspo_core.types import EpisodeKey, Group, Segment, Split
 from services.engine.sampling import request_seed
 from services.engines.protocol import Generation, Span
 from services.episodes.counters import Counters
-from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
+from services.episodes.tree import Ledger
 from services.rollout.attempt import EnvironmentDriver, EpisodeAttempt
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Retrier

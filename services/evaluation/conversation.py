@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gspo_core.chat import ChatCodec
 from gspo_core.environment_contract import Start
+from gspo_core.episode_limits import goes_in_circles
 from gspo_core.evaluation.policy import PolicyUnusable, Turn
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
@@ -18,8 +19,8 @@ from gspo_core.types import EpisodeKey, StopReason
 from services.engines.protocol import EngineError, Sampling
 from services.episodes.counters import Counters
 from services.episodes.history import Conversation
-from services.episodes.ledger import Ledger, goes_in_circles
 from services.episodes.policy import Sampled
+from services.episodes.tree import Ledger
 
 # A repetition is looked for after so many tokens, as by default in a job.
 CHUNK_TOKENS = 1024

@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
-from gspo_core.episode_limits import TurnTally
+from gspo_core.episode_limits import TurnTally, goes_in_circles
 from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.history import Conversation, WorldSnapshot, WorldSnapshotNotKept, num_finished_turns
-from services.episodes.ledger import Ledger, goes_in_circles
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.tree import LedgerConflict
+from services.episodes.tree import Ledger, LedgerConflict
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
 from services.workers.setting import (

@@ -18,10 +18,9 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.environment_contract import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.engines.protocol import EngineRejected
-from services.episodes.ledger import Ledger
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.tree import LedgerConflict
+from services.episodes.tree import Ledger, LedgerConflict
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
 from services.state.refusals import Conflict, Refused

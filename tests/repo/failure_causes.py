@@ -24,7 +24,7 @@ from services.trainer.telling.failure import AlertKind
 MODULES = (
     *("gspo_core.assemble", "gspo_core.codec"),
     *("services.engines.protocol", "gspo_core.http_connection"),
-    *("services.episodes.ledger", "services.episodes.policy", "services.episodes.history"),
+    *("services.episodes.tree", "services.episodes.policy", "services.episodes.history"),
     *("services.files.batch_log", "services.files.checkpoints", "services.files.disk_space", "services.files.weights"),
     "gspo_core.log.history",
     "services.workers.loading",

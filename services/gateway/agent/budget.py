@@ -12,8 +12,8 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator
 
+from gspo_core.episode_limits import goes_in_circles
 from gspo_core.types import StopReason
-from services.episodes.ledger import goes_in_circles
 from services.episodes.tree import TokenTree
 from services.gateway.agent.live import LiveTurn
 from services.gateway.agent.meter import Meter

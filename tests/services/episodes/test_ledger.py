@@ -8,9 +8,8 @@ import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.engines.protocol import EngineProtocolError
-from services.episodes.ledger import Ledger
 from services.episodes.policy import Sampled
-from services.episodes.tree import LedgerConflict
+from services.episodes.tree import Ledger, LedgerConflict
 from tests.services.rollout.rollout_kit import answer_of
 
 KEY = EpisodeKey("job", 3, 1)

@@ -10,8 +10,8 @@ import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, StopReason
 from services.episodes.counters import Counters
-from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
+from services.episodes.tree import Ledger
 from services.state.client import RedisFault
 from services.state.queue import Append, Gap, Kept, Snapshot
 from services.state.retry import Retrier

@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
+from gspo_core.episode_limits import goes_in_circles
 from gspo_core.types import Split, StopReason
 from services.engines.protocol import ContextFull
-from services.episodes.ledger import goes_in_circles
 from services.workers.episode import Episode
 from tests.services.rollout.rollout_kit import ScriptedPolicy, Speech, Table, load_codec, make_order, make_setting
 

@@ -15,7 +15,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey
 from services.episodes.counters import Counters
 from services.episodes.history import Conversation
-from services.episodes.ledger import Ledger
+from services.episodes.tree import Ledger
 from tests.services.rollout.rollout_kit import Speech, load_codec, sampled
 
 

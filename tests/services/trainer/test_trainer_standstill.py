@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import Outcome, StopReason
-from services.episodes.ledger import Ledger
 from services.episodes.outbox import to_append
+from services.episodes.tree import Ledger
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord
 from services.state.queue import LeasedEpisode
