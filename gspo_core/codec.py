@@ -73,6 +73,10 @@ _HEADER_BYTES = _HEADER.size
 _CHECKED_FROM = _PREFIX.size
 _BYTES_PER_TOKEN = 4 + 4 + 1
 _ALIGNMENT = 8
+# Of a meta block without an outcome: names and numbers, of which the longest are a model's and a user's.
+_META_ROOM_BYTES = 16 << 10
+MAX_SEGMENT_TOKENS: Final = (MAX_SEGMENT_BYTES - _HEADER_BYTES - _META_ROOM_BYTES) // _BYTES_PER_TOKEN
+"""A segment without an outcome may have so many, whatever else it says."""
 _I4, _F4, _U1, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1"), np.dtype("?")
 # Two machines may add the same float64 numbers in another order; 2**17 roundings are far below this.
 _SUM_TOLERANCE = 1e-10

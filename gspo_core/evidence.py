@@ -25,6 +25,7 @@ TASK, RESULT, JUDGE, MESSAGES, ENVIRONMENT, STATE = "task", "result", "judge", "
 # Names that are left out, each with its reason: the rest is a number.
 MAX_LEFT_OUT, MAX_WHY_CHARS = 32, 120
 _MAX_DEPTH = 32
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SECRET = re.compile(r"secret|token|passw|api_?key|credential|private_?key", re.IGNORECASE)
 
 
@@ -79,6 +80,11 @@ def value_of(text: str) -> object:
         return _untagged(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise NotPlain(f"is no evidence of this release: {error}") from None
+
+
+def with_texts(text: str, changed: Callable[[str], str]) -> str:
+    """What ``plain_text`` wrote, with each text in it ``changed``."""
+    return _STRING.sub(lambda found: json.dumps(changed(json.loads(found[0]))), text)
 
 
 def state_in(evidence: Evidence) -> dict[str, object]:

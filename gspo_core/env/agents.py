@@ -39,7 +39,7 @@ from gspo_core.environment_contract import (
     description,
 )
 from gspo_core.environment_records import EnvironmentDescription
-from gspo_core.evidence import RESULT, TASK, gathered
+from gspo_core.evidence import RESULT, TASK, gathered, with_texts
 from gspo_core.json_value import JSON
 from gspo_core.messages import ParsedTurn, ToolSchema
 from gspo_core.types import NOTHING, Evidence, Split
@@ -304,7 +304,9 @@ class LocalAgentSession:
             result = self._without_keys(result) if isinstance(result, str) else result
         if self._evidence_bytes:
             known = [(TASK, dict(self._context.task)), (RESULT, result)]
-            self.evidence = gathered(known, self._evidence_bytes)
+            found = gathered(known, self._evidence_bytes)
+            told = {name: with_texts(text, self._without_keys) for name, text in found.told.items()}
+            self.evidence = Evidence(told, found.left_out)
         if self._environment.has_judge:
             result = await self._judged(result)
         elif self._environment.start.url is not None:

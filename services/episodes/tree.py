@@ -80,6 +80,11 @@ class TurnTokens:
         return self.branch.ids.head(self.num_prompt)[self.num_prompt - self.num_begun :]
 
     @property
+    def num_unsealed(self) -> int:
+        """Tokens of its branch that the next segment holds beside what is sampled."""
+        return len(self.branch.ids) - self.branch.num_sealed
+
+    @property
     def end(self) -> int:
         """Tokens of the branch up to its last sampled one."""
         return self.num_prompt + len(self.sampled)

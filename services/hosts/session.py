@@ -71,6 +71,8 @@ class HostedEnvironment:
 
     def __init__(self, order: HostOrder, pool: HostPool, count: Callable[[str], None]) -> None:
         self.name = order.ref
+        self.starts_program = bool(order.agent and order.agent.get("command"))
+        """Its agent, which may read all that the process that starts it holds."""
         self.pool = pool
         self._count = count
 
@@ -442,9 +444,9 @@ class HostedAgentSession(HostedSession):
         super()._prepare(task, seed)
         if self._llm is None:
             raise RuntimeError("an agent is started after it was offered a policy")
-        llm = self._llm
+        llm, paying = self._llm, "" if self._environment.starts_program else self._llm.reward_key
         self._begin["llm"] = wire.LlmFrame(
-            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode, reward_key=llm.reward_key
+            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode, reward_key=paying
         )
 
     async def _ask(

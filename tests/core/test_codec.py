@@ -17,7 +17,19 @@ from hypothesis import given, settings
 
 from gspo_core import codec
 from gspo_core.codec import decode, encode
-from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, StopReason, TurnReward
+from gspo_core.types import (
+    MAX_ASKED_CHARS,
+    MAX_USER_CHARS,
+    Asked,
+    CacheMode,
+    EpisodeKey,
+    Outcome,
+    Repeated,
+    Segment,
+    Spent,
+    StopReason,
+    TurnReward,
+)
 from tests.core.segments import segment, segments
 
 HEADER = struct.Struct("<4sIIIIId")
@@ -258,6 +270,20 @@ class TestRefusals:
         assert decode(encode(of_length(longest))).num_tokens == longest
         with pytest.raises(codec.OversizedSegment):
             encode(of_length(longest + 1))
+
+    def test_so_many_tokens_fit_whatever_else_is_said_before_the_end(self) -> None:
+        longest = {name: chr(0x1F600) * MAX_ASKED_CHARS for name in ("reason", "dialect", "model")}
+        says_most = Asked(parent=None, num_messages=2**31 - 1, num_old=2**31 - 1, **longest)
+        zeros = np.zeros(codec.MAX_SEGMENT_TOKENS, np.int32)
+        one = segment(
+            token_ids=zeros,
+            action_mask=zeros,
+            behavior_logprobs=zeros,
+            asked=says_most,
+            user=chr(0x1F600) * MAX_USER_CHARS,
+            engine_id="e" * 2000,
+        )
+        assert decode(encode(one)).num_tokens == codec.MAX_SEGMENT_TOKENS
 
     @pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001])
     def test_log_probs_that_are_not_finite(self, bits: int) -> None:

@@ -379,6 +379,31 @@ async def test_what_a_program_prints_is_kept_and_judged_without_its_key(agents: 
     assert json.loads(session.evidence.told["result"]) == "the key is (key)\n"
 
 
+PAYING = "rw_" + "".join(chr(ord("a") + 9 * number % 26) + str(number) for number in range(64))
+LEAKING = """
+tasks = [{"word": "x"}]
+
+def run(task, llm):
+    return {"log": ["Bearer " + llm.api_key, {llm.reward_key: 1}], "n": (1, None, chr(13) + llm.reward_key[1:])}
+
+def get_reward(task, result):
+    return 1.0
+"""
+
+
+async def test_what_an_agent_returns_is_kept_without_its_keys_wherever_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "leaking.py").write_text(LEAKING)
+    session = load(f"{tmp_path}/leaking.py:run").session()
+    session.offer(Llm("http://127.0.0.1:1/v1", KEY, reward_key=PAYING))
+    session.keep_evidence(1 << 20)
+    await session.start({"word": "x"}, 0)
+    await session.ended()
+    assert (await session.score())[0] == 1.0
+    await session.close()
+    kept = session.evidence.value("result")
+    assert kept == {"log": ["Bearer (key)", {"(key)": 1}], "n": (1, None, "\r(key)")}
+
+
 def test_beginnings_and_ends_of_a_key_are_not_told_wherever_they_stand():
     for place in range(PART_CHARS, len(KEY) - PART_CHARS + 1):
         text = f"{KEY[place:]} a {KEY} b {KEY}{KEY} c={KEY[:place]}"

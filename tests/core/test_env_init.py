@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gspo_core.cli import main
 from gspo_core.spec_file import load_job_spec
+from gspo_core.testing import scripted_llm
 
 GSPO = ("-c", "import sys; from gspo_core.cli import main; sys.exit(main())")
 FILES = ["README.md", "job.yaml", "number_hunt.py", "test_number_hunt.py"]
@@ -36,6 +39,17 @@ def test_a_new_project_is_sound_and_passes_its_tests(folder: Path, options: list
     tested = run(folder, "-W", "error", "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout
     assert "3 passed" in tested.stdout
+
+
+def test_episodes_of_a_new_agent_share_a_client(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["env", "init", "number-hunt", "--agent"]) == 0
+    agent = runpy.run_path(str(folder / "number_hunt.py"))
+    monkeypatch.delattr(httpx, "Client")
+    monkeypatch.delattr(httpx, "AsyncClient")
+    for _ in range(2):
+        with scripted_llm("5") as llm:
+            assert agent["run"]({"number": 4}, llm) == {"right": 1.0}
+    agent["client"].close()
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

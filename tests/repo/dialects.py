@@ -36,8 +36,10 @@ keys, which belong to no entry of a job's environments, have it refused always. 
 of a model is taken as it comes: the policy answers, and the header names `model` where it is called otherwise. An
 answer to a talk key has the header `x-gspo-trace`, which names the conversation that keeps it.
 
-Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
-tokens. Their `id` (Gemini's `responseId`) is that of the turn, for a reward of its own.
+Answers have a field that the dialects do not know, `policy_version`: which version of the policy sampled which
+tokens. Those of Chat Completions have two more, as other servers of open models do, where there is something to say:
+a choice's `stop_reason` is the stop text that ended it, and a message's `reasoning_content` its thoughts. The `id` of
+an answer (Gemini's `responseId`) is that of the turn, for a reward of its own.
 
 | an answer that is none | OpenAI's dialects | Anthropic's | Gemini's | sent again |
 |---|---|---|---|---|

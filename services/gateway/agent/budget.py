@@ -12,11 +12,13 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator
 
+from gspo_core.codec import MAX_SEGMENT_TOKENS
 from gspo_core.episode_limits import goes_in_circles
 from gspo_core.types import StopReason
 from services.episodes.tree import TokenTree
 from services.gateway.agent.live import LiveTurn
 from services.gateway.agent.meter import Meter
+from services.gateway.agent.plan import TurnPrompt
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.workers.setting import EpisodeSpec
 
@@ -47,6 +49,23 @@ class Budget:
             if is_met:
                 self.stopped = reason
                 raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: {reason}")
+
+    def check_prompt(self, prompt: TurnPrompt) -> None:
+        """Raises ``Refusal`` where nothing may be sampled behind it, or nothing could be stored with it."""
+        if prompt.num_prompt >= self._order.max_context_tokens:
+            raise self.overflow(prompt.num_prompt)
+        if prompt.num_unsealed >= MAX_SEGMENT_TOKENS:
+            raise self.overflow(f"{prompt.num_unsealed} new", MAX_SEGMENT_TOKENS)
+
+    def overflow(self, num_tokens: int | str, most: int | None = None) -> Refusal:
+        self.stopped = StopReason.CONTEXT_OVERFLOW
+        return self.too_long(num_tokens, most)
+
+    def too_long(self, num_tokens: int | str, most: int | None = None) -> Refusal:
+        """``most``: None for the job's own limit."""
+        most = self._order.max_context_tokens if most is None else most
+        message = f"the conversation has {num_tokens} tokens; it must have fewer than {most}"
+        return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
     @contextlib.contextmanager
     def reserved(self, num_tokens: int) -> Iterator[None]:
@@ -98,4 +117,5 @@ class Budget:
 
     def room(self, turn: LiveTurn) -> int:
         left = self._order.limits.max_episode_tokens - self._tree.num_sampled - self._num_reserved
-        return min(self._room_of_turn(turn), left, self._order.max_context_tokens - len(turn.tokens.branch.ids))
+        in_context = self._order.max_context_tokens - len(turn.tokens.branch.ids)
+        return min(self._room_of_turn(turn), left, in_context, MAX_SEGMENT_TOKENS - turn.tokens.num_unsealed)

@@ -153,7 +153,7 @@ class AgentEpisode:
         self._check_supported(ask)
         if (num_beyond := await self._num_beyond(ask)) is not None:
             self._budget.check(len(self.history.entries), self.num_calls)
-            raise self._overflow(f"more than {num_beyond}")
+            raise self._budget.overflow(f"more than {num_beyond}")
         ask = await without_volatile(ask, self._order.volatile)
         # Else a retry would be a turn, and so would what it repeats.
         async with in_turn(self._deciding, ask.digest):
@@ -196,7 +196,7 @@ class AgentEpisode:
         self._check_open()
         self._check_supported(ask)
         if (num_beyond := await self._num_beyond(ask)) is not None:
-            raise self._too_long(f"more than {num_beyond}")
+            raise self._budget.too_long(f"more than {num_beyond}")
         ask = await without_volatile(ask, self._order.volatile)
         encoded = await self._plan.encoded(ask)
         return self._plan.beginning(self._plan.place(ask), ask, encoded).num_prompt
@@ -305,8 +305,7 @@ class AgentEpisode:
         self._budget.check(len(self.history.entries), self.num_calls)
         place = self._plan.place(ask)
         beginning = self._plan.beginning(place, ask, encoded)
-        if beginning.num_prompt >= self._order.max_context_tokens:
-            raise self._overflow(beginning.num_prompt)
+        self._budget.check_prompt(beginning)
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
         entry.num_begun = beginning.num_begun
@@ -325,14 +324,6 @@ class AgentEpisode:
         tokens = self._open(entry.number, beginning)
         tokens.asked, tokens.user = _asked(entry, place, ask), ask.user
         return self._alive(entry, tokens, ask)
-
-    def _overflow(self, num_tokens: int | str) -> Refusal:
-        self._budget.stopped = StopReason.CONTEXT_OVERFLOW
-        return self._too_long(num_tokens)
-
-    def _too_long(self, num_tokens: int | str) -> Refusal:
-        message = f"the conversation has {num_tokens} tokens; it must have fewer than {self._order.max_context_tokens}"
-        return Refusal(RefusalKind.TOO_LONG, message, param="messages")
 
     def _open(self, number: int, beginning: TurnPrompt) -> TurnTokens:
         tokens = self._tree.open_turn(number, beginning.after, beginning.token_ids)

@@ -40,6 +40,13 @@ class TurnPrompt:
     def num_prompt(self) -> int:
         return (0 if self.after is None else self.after.end) + len(self.token_ids)
 
+    @property
+    def num_unsealed(self) -> int:
+        """Of the prompt: those that the turn's first segment holds. A fork reads anew what lies before it."""
+        if self.after is None or not self.after.is_tip:
+            return self.num_prompt
+        return self.after.num_unsealed + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

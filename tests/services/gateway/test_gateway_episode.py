@@ -14,6 +14,7 @@ from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.matching import Rewritten
+from services.gateway.agent import budget
 from services.gateway.dialects.asks import parsed
 from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
@@ -425,6 +426,29 @@ async def test_a_conversation_too_long_is_refused_and_a_shorter_one_goes_on(code
     assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
     assert (await one.ask(HI)).text == "One."
     assert one.episode.stopped is None
+
+
+async def test_what_no_segment_could_hold_is_refused_before_anything_is_sampled(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.", context_tokens=2_000_000)
+    refusal = await refused(one.ask(user("x" * 500_000)))
+    assert refusal.kind is RefusalKind.TOO_LONG
+    assert "new tokens; it must have fewer than 464209" in refusal.message
+    assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
+    assert not one.policy.served
+    assert (await one.ask(HI)).text == "One."
+    assert not one.episode.failure.done()
+
+
+async def test_a_conversation_may_be_longer_than_a_segment(codec: HermesCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MAX_SEGMENT_TOKENS", 100)
+    one = bench(codec, *["y" * 80] * 3)
+    messages = [user("x" * 60)]
+    for _ in range(3):
+        answer = await one.ask(*messages)
+        assert answer.text == "y" * 80
+        messages = [*messages, said(answer), user("z" * 40)]
+    assert max(segment.num_tokens for segment in one.records.segments()) <= 100
+    assert (await refused(one.ask(*messages[:-2], user("more")))).kind is RefusalKind.TOO_LONG  # it forks
 
 
 async def test_a_turn_that_fills_the_context_of_the_engines_ends_with_what_was_sampled(codec: HermesCodec) -> None:

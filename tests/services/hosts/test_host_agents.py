@@ -16,6 +16,8 @@ import pytest
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, Llm, Timeouts
 from gspo_core.types import Split
 from services.files.environments.registry import EnvironmentRegistry
+from services.hosts import wire
+from services.hosts.process import HostProcess, HostReply
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedAgentSession, HostedEnvironment, SessionLost
 from services.hosts.sites import Sites
@@ -27,7 +29,7 @@ from tests.services.rollout.rollout_kit import until
 
 __all__ = ["service"]
 
-LLM = Llm("http://127.0.0.1:1/v1", "ep_secret", episode="job-1/0/0/0")
+LLM = Llm("http://127.0.0.1:1/v1", "ep_secret", episode="job-1/0/0/0", reward_key="rw_secret")
 SHORT = Timeouts(reset_timeout_s=2.0, score_timeout_s=2.0, close_timeout_s=0.3)
 
 AGENTS = """
@@ -64,6 +66,12 @@ class Program:
     def __init__(self, mark=""):
         self.tasks = [{"mark": mark}]
 
+class Searched:
+    tasks = [{}]
+
+    def get_reward(self, task, result):
+        return {word: 1.0 for word in result.split()}
+
 class Judged:
     tasks = [{"word": "four"}]
 
@@ -77,6 +85,21 @@ child = subprocess.Popen(["sleep", "1000"])
 with open(json.loads(os.environ["GSPO_TASK"])["mark"], "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 time.sleep(1000)
+"""
+
+SEARCHING = """
+import os, re
+parent = os.getppid()
+found = set()
+with open(f"/proc/{parent}/maps") as maps, open(f"/proc/{parent}/mem", "rb", 0) as memory:
+    for start, end, rights in re.findall(r"(?m)^(\\w+)-(\\w+) (\\S+)", maps.read()):
+        if rights.startswith("rw"):
+            try:
+                memory.seek(int(start, 16))
+                found.update(re.findall(rb"(ep|rw)_secret", memory.read(int(end, 16) - int(start, 16))))
+            except OSError:
+                pass
+print("looked", *sorted(kind.decode() for kind in found))
 """
 
 Open = Callable[..., Awaitable[HostedEnvironment]]
@@ -235,6 +258,45 @@ async def test_a_program_is_ended_with_all_that_it_started(host: Open, tmp_path:
     pids = await pids_in(tmp_path / "mark")
     await session.close()
     await gone(*pids)
+
+
+@pytest.mark.parametrize(
+    ("agent", "is_told"),
+    [
+        ({}, True),
+        ({"url": "http://127.0.0.1:1/"}, True),
+        ({"pull": True}, True),
+        ({"command": ["x"]}, False),
+        ({"command": ["x"], "acp": {}}, False),
+    ],
+)
+async def test_the_key_that_pays_is_not_sent_where_a_program_is_started(
+    host: Open, monkeypatch: pytest.MonkeyPatch, agent: dict[str, Any], is_told: bool
+) -> None:
+    sent: list[wire.Arguments] = []
+
+    async def call(
+        process: HostProcess, session: int, operation: str, budget_s: float, arguments: wire.Arguments
+    ) -> HostReply:
+        sent.append(arguments)
+        return await real(process, session, operation, budget_s, arguments)
+
+    real = HostProcess.call
+    monkeypatch.setattr(HostProcess, "call", call)
+    session = await begun(await host("Program" if agent else "run", agent))
+    assert sent[0]["llm"]["api_key"] == "ep_secret"
+    assert ("rw_secret" in str(sent)) is is_told
+    await session.close()
+
+
+async def test_a_program_finds_no_key_that_pays_in_the_memory_of_what_started_it(host: Open, tmp_path: Path) -> None:
+    (tmp_path / "searching.py").write_text(SEARCHING)
+    session = await begun(await host("Searched", {"command": [sys.executable, "searching.py"]}))
+    await session.ended()
+    _, found = await session.score()
+    assert "looked" in found
+    assert "rw" not in found
+    await session.close()
 
 
 async def test_a_service_is_judged_by_the_class_that_has_its_tasks(host: Open) -> None:
