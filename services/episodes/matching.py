@@ -37,6 +37,10 @@ _NOTHING = of_answer("", ())
 
 # Of one turn: each is kept, and looked for in each request.
 MAX_REPEAT_KEYS = 64
+# Of the answers of alike conversations, and of what a new one begins with: all are looked for there while nobody else
+# is answered. A summary is among the newest.
+MAX_QUOTED = 64
+MAX_QUOTING_CHARS = 64 << 10
 
 
 class Rewritten(StrEnum):
@@ -49,7 +53,8 @@ class Rewritten(StrEnum):
     SUB_AGENT = "sub_agent"
     """A conversation of its own, with another beginning; its instructions may be known."""
     COMPACTED = "compacted"
-    """It ends as a stored conversation does behind another beginning, or begins with what the policy said of one."""
+    """It ends as a stored conversation does behind another beginning, or begins with what the policy said of one: with
+    one of the newest ``MAX_QUOTED`` answers, within ``MAX_QUOTING_CHARS``."""
     TOOLS_CHANGED = "tools_changed"
     """A stored conversation, with other tools."""
 
@@ -302,8 +307,8 @@ class History:
         opening, instructions = of_opening(messages, said), of_instructions(messages, said)
         if any(opening == entry.opening for entry in entries):
             return Rewritten.EDITED_HISTORY
-        texts = [text_of(message) for message in messages[:begun] if message["role"] != "system"]
-        alike = [entry for entry in entries if entry.instructions == instructions]
+        texts = [text_of(message)[:MAX_QUOTING_CHARS] for message in messages[:begun] if message["role"] != "system"]
+        alike = [entry for entry in entries if entry.instructions == instructions][-MAX_QUOTED:]
         if any(self._is_answer_in(entry, text) for text in texts for entry in alike):
             return Rewritten.COMPACTED
         return Rewritten.SUB_AGENT
