@@ -145,6 +145,17 @@ class Node:
     """As ``PrefixMatch.words``."""
 
 
+class Beginnings:
+    """Of one request, which is looked for in many histories."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> None:
+        """As ``History.place``."""
+        self.messages, self.tools = messages, tools
+        self.said = digests or of_messages(messages)
+        self.chain = prefixes(self.said, of_tools(tools))
+        self.places = {digest: number for number, digest in enumerate(self.chain)}
+
+
 class History:
     """The turns of one attempt."""
 
@@ -179,10 +190,6 @@ class History:
     def is_continued(self, entry: TurnEntry) -> bool:
         """Whether a later request goes on from it."""
         return entry.number in self._continued
-
-    def has_any(self, beginnings: Iterable[bytes]) -> bool:
-        """Whether a turn was asked for by one of these beginnings of a conversation (``prefixes``)."""
-        return any(beginning in self._by_request for beginning in beginnings)
 
     def equal(self, digest: str) -> Sequence[TurnEntry]:
         """The turns that were asked for by the same request, oldest first."""
@@ -220,6 +227,15 @@ class History:
         num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
         return PrefixMatch(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
 
+    def knows(self, request: Beginnings) -> bool:
+        """Whether ``place`` finds a turn for it. It looks no oftener than there are turns."""
+        if request.chain[-1] in self._by_request:
+            return True
+        places = request.places
+        asked = sorted((places[one] for one in self._by_request.keys() & places.keys()), reverse=True)
+        nodes = self._nodes(request.messages, request.said, request.chain, request.tools, asked)
+        return next(nodes, None) is not None
+
     def answered(self, place: PrefixMatch, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
         """The messages that are answers of these turns, by their place."""
         nodes = self._nodes(messages, place.said, place.chain, tools)
@@ -256,9 +272,11 @@ class History:
         said: Sequence[bytes],
         chain: Sequence[bytes],
         tools: Sequence[ToolSchema],
+        asked: Sequence[int] | None = None,
     ) -> Iterator[Node]:
-        """The turns whose conversation and answer these messages begin with, the longest first."""
-        for number in range(len(messages) - 1, 0, -1):
+        """The turns whose conversation and answer these messages begin with, the longest first. ``asked``: behind how
+        many messages turns were asked for, where that is known."""
+        for number in range(len(messages) - 1, 0, -1) if asked is None else asked:
             entries = self._by_request.get(chain[number])
             if entries:
                 is_answer = messages[number]["role"] == "assistant"

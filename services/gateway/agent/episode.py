@@ -22,7 +22,7 @@ from services.engines.protocol import ContextFull
 from services.episodes.canonical import of_key
 from services.episodes.endings import first_call_end, head, stop_text_end
 from services.episodes.keys import AttemptId
-from services.episodes.matching import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled
 from services.episodes.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
 from services.episodes.tree import TokenTree, TurnTokens
@@ -171,20 +171,13 @@ class AgentEpisode:
         self._check_alive()
         return found
 
-    def knows(self, ask: TurnRequest, beginnings: Sequence[bytes] = ()) -> bool:
-        """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages behind its tools,
-        for who asks many episodes; empty: not known."""
-        history = self.history
-        key = of_key(ask.repeat_key)
+    def knows(self, ask: TurnRequest, beginnings: Beginnings | None) -> bool:
+        """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages; None where they
+        cannot be read."""
+        history, key = self.history, of_key(ask.repeat_key)
         if (key and history.named(key) is not None) or (ask.is_retry and history.equal(ask.digest)):
             return True
-        if beginnings and not history.has_any(beginnings):
-            return False
-        try:
-            place = self._plan.place(ask)
-        except Refusal:
-            return False
-        return place.parent is not None or place.again is not None
+        return beginnings is not None and self._plan.knows(beginnings)
 
     def gives_again(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` gets a turn that it was given, or was to be given, before."""
