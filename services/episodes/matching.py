@@ -37,6 +37,10 @@ _NOTHING = of_answer("", ())
 
 # Of one turn: each is kept, and looked for in each request.
 MAX_REPEAT_KEYS = 64
+# Of the answers of alike conversations, and of what a new one begins with: all are looked for there while nobody else
+# is answered. A summary is among the newest.
+MAX_QUOTED = 64
+MAX_QUOTING_CHARS = 64 << 10
 
 
 class Rewritten(StrEnum):
@@ -49,7 +53,8 @@ class Rewritten(StrEnum):
     SUB_AGENT = "sub_agent"
     """A conversation of its own, with another beginning; its instructions may be known."""
     COMPACTED = "compacted"
-    """It ends as a stored conversation does behind another beginning, or begins with what the policy said of one."""
+    """It ends as a stored conversation does behind another beginning, or begins with what the policy said of one: with
+    one of the newest ``MAX_QUOTED`` answers, within ``MAX_QUOTING_CHARS``."""
     TOOLS_CHANGED = "tools_changed"
     """A stored conversation, with other tools."""
 
@@ -140,6 +145,17 @@ class Node:
     """As ``PrefixMatch.words``."""
 
 
+class Beginnings:
+    """Of one request, which is looked for in many histories."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> None:
+        """As ``History.place``."""
+        self.messages, self.tools = messages, tools
+        self.said = digests or of_messages(messages)
+        self.chain = prefixes(self.said, of_tools(tools))
+        self.places = {digest: number for number, digest in enumerate(self.chain)}
+
+
 class History:
     """The turns of one attempt."""
 
@@ -174,10 +190,6 @@ class History:
     def is_continued(self, entry: TurnEntry) -> bool:
         """Whether a later request goes on from it."""
         return entry.number in self._continued
-
-    def has_any(self, beginnings: Iterable[bytes]) -> bool:
-        """Whether a turn was asked for by one of these beginnings of a conversation (``prefixes``)."""
-        return any(beginning in self._by_request for beginning in beginnings)
 
     def equal(self, digest: str) -> Sequence[TurnEntry]:
         """The turns that were asked for by the same request, oldest first."""
@@ -215,6 +227,15 @@ class History:
         num_asked = num_old - (messages[num_old - 1]["role"] == "assistant")
         return PrefixMatch(said, chain, bare[-1], None, parent, num_old, num_asked, reason, found.words)
 
+    def knows(self, request: Beginnings) -> bool:
+        """Whether ``place`` finds a turn for it. It looks no oftener than there are turns."""
+        if request.chain[-1] in self._by_request:
+            return True
+        places = request.places
+        asked = sorted((places[one] for one in self._by_request.keys() & places.keys()), reverse=True)
+        nodes = self._nodes(request.messages, request.said, request.chain, request.tools, asked)
+        return next(nodes, None) is not None
+
     def answered(self, place: PrefixMatch, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> dict[int, Node]:
         """The messages that are answers of these turns, by their place."""
         nodes = self._nodes(messages, place.said, place.chain, tools)
@@ -251,9 +272,11 @@ class History:
         said: Sequence[bytes],
         chain: Sequence[bytes],
         tools: Sequence[ToolSchema],
+        asked: Sequence[int] | None = None,
     ) -> Iterator[Node]:
-        """The turns whose conversation and answer these messages begin with, the longest first."""
-        for number in range(len(messages) - 1, 0, -1):
+        """The turns whose conversation and answer these messages begin with, the longest first. ``asked``: behind how
+        many messages turns were asked for, where that is known."""
+        for number in range(len(messages) - 1, 0, -1) if asked is None else asked:
             entries = self._by_request.get(chain[number])
             if entries:
                 is_answer = messages[number]["role"] == "assistant"
@@ -302,8 +325,8 @@ class History:
         opening, instructions = of_opening(messages, said), of_instructions(messages, said)
         if any(opening == entry.opening for entry in entries):
             return Rewritten.EDITED_HISTORY
-        texts = [text_of(message) for message in messages[:begun] if message["role"] != "system"]
-        alike = [entry for entry in entries if entry.instructions == instructions]
+        texts = [text_of(message)[:MAX_QUOTING_CHARS] for message in messages[:begun] if message["role"] != "system"]
+        alike = [entry for entry in entries if entry.instructions == instructions][-MAX_QUOTED:]
         if any(self._is_answer_in(entry, text) for text in texts for entry in alike):
             return Rewritten.COMPACTED
         return Rewritten.SUB_AGENT

@@ -103,44 +103,61 @@ class RewardRefused(ValueError):
 
 
 class Rewards:
-    """The rewards that an agent posted."""
+    """The rewards that an agent posted. What one more costs grows with the turns that were paid, and not with these."""
 
-    def __init__(self, posted: Sequence[StoredReward] = (), again: Iterable[int | None] = ()) -> None:
-        """``again``: of what turns those without a token are that come once more, from an agent that began again."""
-        self.posted = list(posted)
-        self._again = Counter(again)
+    def __init__(self, posted: Iterable[StoredReward] = ()) -> None:
+        self.posted: list[StoredReward] = []
+        self.final: float | None = None
+        """Of the whole episode: the last one stands."""
+        self._by_turn: dict[int, float] = {}
+        self._by_token: dict[str, StoredReward] = {}
+        self._again = Counter[int | None]()
+        for one in posted:
+            self.add(one)
 
     @classmethod
     def come_again(cls, posted: Sequence[StoredReward]) -> Rewards:
-        """Of an agent that begins again, and posts as many once more."""
-        return cls(posted, [one.turn for one in posted if not one.token])
+        """Of an agent that begins again: those without a token come once more."""
+        rewards = cls(posted)
+        rewards._again.update(one.turn for one in posted if not one.token)
+        return rewards
 
-    def with_one_more(self, value: float, turn: int | None, token: str) -> Rewards:
-        """These themselves where it has the token of one of them. Raises ``RewardRefused``."""
-        if not math.isfinite(value):
-            raise RewardRefused(f"a reward is a finite number, not {value}")
-        if not token and self._again[turn]:
-            return Rewards(self.posted, (self._again - Counter([turn])).elements())
-        known = next((one for one in self.posted if token and one.token == token), None)
-        if known is None:
-            return Rewards([*self.posted, StoredReward(token, turn, float(value))], self._again.elements())
-        if (known.turn, known.value) != (turn, value):
+    def knows(self, reward: StoredReward) -> bool:
+        """Whether one of them has its token. Raises ``RewardRefused``."""
+        if not math.isfinite(reward.value):
+            raise RewardRefused(f"a reward is a finite number, not {reward.value}")
+        known = self._by_token.get(reward.token, reward)
+        if (known.turn, known.value) != (reward.turn, reward.value):
             raise RewardRefused("another reward was posted with this token")
-        return self
+        return reward.token in self._by_token
 
-    @property
-    def final(self) -> float | None:
-        """Of the whole episode: the last one stands."""
-        return next((one.value for one in reversed(self.posted) if one.turn is None), None)
+    def comes_again(self, reward: StoredReward) -> bool:
+        return not reward.token and self._again[reward.turn] > 0
 
-    @property
-    def amounts(self) -> list[float]:
-        """Whose sum the episode is worth, as far as it was posted."""
-        return [self.final or 0.0, *self.by_turn().values()]
+    def add(self, reward: StoredReward) -> None:
+        """One that is not known."""
+        if self.comes_again(reward):
+            self._again[reward.turn] -= 1
+            return
+        self.posted.append(reward)
+        if reward.token:
+            self._by_token[reward.token] = reward
+        self.final = _paid(self.final, self._by_turn, reward)
+
+    def amounts_with(self, reward: StoredReward) -> list[float]:
+        """Whose sum the episode is worth, as far as it was posted, once ``reward`` is added."""
+        final, by_turn = self.final, self.by_turn()
+        if not self.comes_again(reward):
+            final = _paid(final, by_turn, reward)
+        return [final or 0.0, *by_turn.values()]
 
     def by_turn(self) -> dict[int, float]:
-        sums: dict[int, float] = {}
-        for one in self.posted:
-            if one.turn is not None:
-                sums[one.turn] = sums.get(one.turn, 0.0) + one.value
-        return sums
+        return dict(self._by_turn)
+
+
+def _paid(final: float | None, by_turn: dict[int, float], reward: StoredReward) -> float | None:
+    """What was paid for the whole episode once this is; what is for a turn goes into ``by_turn``."""
+    if reward.turn is None:
+        return reward.value
+    by_turn[reward.turn] = by_turn.get(reward.turn, 0.0) + reward.value
+    return final

@@ -22,9 +22,16 @@ from services.engines.protocol import ContextFull
 from services.episodes.canonical import of_key
 from services.episodes.endings import first_call_end, head, stop_text_end
 from services.episodes.keys import AttemptId
-from services.episodes.matching import MAX_REPEAT_KEYS, History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled
-from services.episodes.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot, check_room
+from services.episodes.snapshots import (
+    RewardRefused,
+    Rewards,
+    SnapshotTooLarge,
+    StoredReward,
+    TreeSnapshot,
+    check_room,
+)
 from services.episodes.tree import TokenTree, TurnTokens
 from services.episodes.tree_parts import TreePart, TreeParts
 from services.gateway.agent.answers import Answers
@@ -171,20 +178,13 @@ class AgentEpisode:
         self._check_alive()
         return found
 
-    def knows(self, ask: TurnRequest, beginnings: Sequence[bytes] = ()) -> bool:
-        """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages behind its tools,
-        for who asks many episodes; empty: not known."""
-        history = self.history
-        key = of_key(ask.repeat_key)
+    def knows(self, ask: TurnRequest, beginnings: Beginnings | None) -> bool:
+        """Whether ``ask`` repeats a request, or goes on from a turn. ``beginnings``: of its messages; None where they
+        cannot be read."""
+        history, key = self.history, of_key(ask.repeat_key)
         if (key and history.named(key) is not None) or (ask.is_retry and history.equal(ask.digest)):
             return True
-        if beginnings and not history.has_any(beginnings):
-            return False
-        try:
-            place = self._plan.place(ask)
-        except Refusal:
-            return False
-        return place.parent is not None or place.again is not None
+        return beginnings is not None and self._plan.knows(beginnings)
 
     def gives_again(self, ask: TurnRequest) -> bool:
         """Whether ``ask`` gets a turn that it was given, or was to be given, before."""
@@ -206,15 +206,16 @@ class AgentEpisode:
         async with self._writing:
             self._check_open()
             try:
-                rewards = self._with_one_more(value, turn, token, pays=pays)
+                reward = self._checked(value, turn, token, pays=pays)
             except Refusal:
                 self.count_refused_reward()
                 if self.num_rewards_refused.bit_count() == 1:  # others with what is kept next: no write for each
                     await self._save()
                 raise
-            if len(rewards.posted) > len(self.rewards.posted):
-                self._check_room(len(token.encode()) + _REWARD_BYTES)
-            self.rewards = rewards
+            if reward is not None:
+                if not self.rewards.comes_again(reward):
+                    self._check_room(len(token.encode()) + _REWARD_BYTES)
+                self.rewards.add(reward)
             await self._save()
 
     def count_refused_reward(self) -> None:
@@ -224,19 +225,20 @@ class AgentEpisode:
         self.num_rewards_refused += 1
         self._setting.counters.add("rewards/refused")
 
-    def _with_one_more(self, value: float, turn: str, token: str, *, pays: bool) -> Rewards:
-        """Raises ``Refusal``."""
+    def _checked(self, value: float, turn: str, token: str, *, pays: bool) -> StoredReward | None:
+        """The reward; None where it is posted already. Raises ``Refusal``."""
         self.payer.check(value, by_own_key=not pays)
         number = self._answers.number_of(turn) if turn else None
         if turn and not (number in self.history.entries and self._tree.turns[number].sampled):
             raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+        reward = StoredReward(token, number, float(value))
         try:
-            rewards = self.rewards.with_one_more(value, number, token)
+            if self.rewards.knows(reward):
+                return None
         except RewardRefused as error:
             raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
-        if rewards is not self.rewards:
-            self.payer.total_with(rewards.amounts)
-        return rewards
+        self.payer.total_with(self.rewards.amounts_with(reward))
+        return reward
 
     async def finish(self) -> None:
         """It is kept before anybody hears of it."""

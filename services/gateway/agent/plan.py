@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import ForkReason, Message
-from services.episodes.matching import History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.matching import Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.tree import TokenTree, TurnTokens
 from services.episodes.written_back import added
 from services.gateway.agent.lengths import beside, is_long, may_be_too_long, num_beyond
@@ -76,6 +76,13 @@ class TurnPlanner:
             return self._history.place(ask.messages, ask.tools, ask.said)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(error) from error
+
+    def knows(self, request: Beginnings) -> bool:
+        """Whether ``place`` finds a turn for it."""
+        try:
+            return self._history.knows(request)
+        except (ValueError, TypeError, KeyError):
+            return False
 
     async def num_beyond(self, ask: TurnRequest, num_most: int) -> int | None:
         """So many tokens at least of a conversation far beyond ``num_most``, before it is encoded as a whole."""

@@ -20,7 +20,7 @@ from gspo_core.codec import decode
 from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
-from services.episodes.canonical import of_tools, prefixes
+from services.episodes.matching import Beginnings
 from services.episodes.outbox import Outbox
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import STOP_CHUNK_TOKENS, AgentEpisode
@@ -240,7 +240,7 @@ class Talking:
 
     def _continued(self, key: str, ask: TurnRequest) -> _Conversation | None:
         """All its messages are looked at, in each conversation."""
-        beginnings = prefixes(ask.said, of_tools(ask.tools)) if ask.said else ()
+        beginnings = _beginnings(ask)
         return next((one for one in self._theirs(key, ask) if one.episode.knows(ask, beginnings)), None)
 
     def _theirs(self, key: str, ask: TurnRequest) -> Iterator[_Conversation]:
@@ -311,6 +311,14 @@ class Talking:
 
     def _no_episode(self) -> NoReturn:
         raise Refusal(RefusalKind.INVALID, "this key just talks: it has no episode to be rewarded or finished")
+
+
+def _beginnings(ask: TurnRequest) -> Beginnings | None:
+    """None where its messages cannot be read: whoever places them says why."""
+    try:
+        return Beginnings(ask.messages, ask.tools, ask.said)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _order(job: TalkJob, key: EpisodeKey) -> EpisodeSpec:

@@ -1,8 +1,10 @@
 """Bodies of requests: read within budgets of bytes, and made into values away from the event loop where they are large.
 
-Rule: a body counts in the budget of its key and in that of all keys from its first byte until a turn was made of it,
-and what is too much is refused at once. What would become too many values is refused before any of them is made. Large
-bodies are parsed one after the other, so that whoever waits for the interpreter waits for one thread at most.
+Rule: a body counts in the budget of its key from its first byte until a turn was made of it, and in that of all keys
+with what it has beyond ``FREE_BYTES``; what is too much is refused at once. So keys whose large bodies stand still shut
+out no small one. Those first bytes are bounded by how many requests may be open (``seats``). What would become too many
+values is refused before any of them is made. Large bodies are parsed one after the other, so that whoever waits for the
+interpreter waits for one thread at most.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SMALL_BODY_BYTES = 64 << 10
 # Of one key: agents that start agents of their own share it.
 MAX_BYTES_OF_ONE = 4 * MAX_BODY_BYTES
 MAX_BYTES = 16 * MAX_BODY_BYTES
+# Of each body, they count for its key alone. Of all requests that may be open they are 512 MiB.
+FREE_BYTES = 256 << 10
 # Parsing more takes milliseconds, in which nobody else is answered.
 IN_THREAD_BYTES = 256 << 10
 # A thousand messages with sixty tools have a tenth of it. Made of so many empty lists, a body holds the interpreter for
@@ -47,11 +51,13 @@ class BodyTooLarge(Exception):
 class Bodies:
     """Those that are read at this moment."""
 
-    def __init__(self, most: int = MAX_BYTES, most_of_one: int = MAX_BYTES_OF_ONE) -> None:
+    def __init__(self, most: int = MAX_BYTES, most_of_one: int = MAX_BYTES_OF_ONE, free: int = FREE_BYTES) -> None:
         self._most = most
         self._most_of_one = most_of_one
+        self._free = free
         self._held: Counter[bytes] = Counter()
-        self._num_held = 0
+        self._num_common = 0
+        """Bytes that are held, without the free ones."""
         self._parsing = asyncio.Lock()
 
     @contextlib.contextmanager
@@ -63,25 +69,30 @@ class Bodies:
         finally:
             body.give_back()
 
-    def check_room(self, key: bytes, num_bytes: int) -> None:
-        """Raises ``Refusal``."""
+    def check_room(self, key: bytes, num_bytes: int, num_before: int = 0) -> None:
+        """For so many more of a body that has ``num_before``. Raises ``Refusal``."""
         if self._held[key] + num_bytes > self._most_of_one:
             message = f"requests with this key that are being read have {self._most_of_one} bytes, as many as may"
             raise Refusal(RefusalKind.TOO_MANY, f"{message}; ask again")
-        if self._num_held + num_bytes > self._most:
+        if self._num_common + self._common(num_bytes, num_before) > self._most:
             raise Refusal(RefusalKind.TOO_MANY, "requests that are being read are too large together; ask again")
 
-    def hold(self, key: bytes, num_bytes: int) -> None:
-        """Raises ``Refusal``."""
-        self.check_room(key, num_bytes)
+    def hold(self, key: bytes, num_bytes: int, num_before: int) -> None:
+        """As ``check_room``."""
+        self.check_room(key, num_bytes, num_before)
         self._held[key] += num_bytes
-        self._num_held += num_bytes
+        self._num_common += self._common(num_bytes, num_before)
 
     def give_back(self, key: bytes, num_bytes: int) -> None:
+        """All of one body."""
         self._held[key] -= num_bytes
-        self._num_held -= num_bytes
+        self._num_common -= self._common(num_bytes, 0)
         if not self._held[key]:
             del self._held[key]
+
+    def _common(self, num_bytes: int, num_before: int) -> int:
+        """How many of these count in the budget of all keys."""
+        return max(0, num_before + num_bytes - self._free) - max(0, num_before - self._free)
 
     async def made(self, data: bytes | bytearray, make: Callable[[JSON], T]) -> T:
         if len(data) <= IN_THREAD_BYTES:
@@ -108,12 +119,16 @@ class Body:
         self._bodies.check_room(self._key, size)
         data = bytearray()
         async for chunk in request.stream():
-            self._bodies.hold(self._key, len(chunk))
-            self._num_bytes += len(chunk)
+            self.hold(len(chunk))
             data += chunk
             if len(data) > most_bytes:
                 raise BodyTooLarge(most_bytes)
         return await self._bodies.made(data, make)
+
+    def hold(self, num_bytes: int) -> None:
+        """So many more have come. Raises ``Refusal``."""
+        self._bodies.hold(self._key, num_bytes, self._num_bytes)
+        self._num_bytes += num_bytes
 
     def give_back(self) -> None:
         self._bodies.give_back(self._key, self._num_bytes)

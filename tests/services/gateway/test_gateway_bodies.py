@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import threading
@@ -21,8 +22,11 @@ from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
 from services.gateway.http import nodes
 from services.gateway.http.app import DIALECTS, build_app
 from services.gateway.http.bodies import (
+    FREE_BYTES,
     IN_THREAD_BYTES,
     MAX_BODY_BYTES,
+    MAX_BYTES,
+    MAX_BYTES_OF_ONE,
     MAX_NODES,
     SMALL_BODY_BYTES,
     Bodies,
@@ -73,7 +77,8 @@ class Sending:
 @pytest.mark.parametrize("of_one", [True, False], ids=["one key", "all keys"])
 async def test_bodies_that_are_read_at_once_have_so_many_bytes_together(speaker: Speaker, of_one: bool):
     size = len(asking(speaker)) + 10
-    bodies = Bodies(most=10 * size, most_of_one=size) if of_one else Bodies(most=size, most_of_one=10 * size)
+    most, most_of_one = (10 * size, size) if of_one else (size, 10 * size)
+    bodies = Bodies(most, most_of_one, free=0)
     async with client(app_of(FakeTurns(), bodies)) as http, asyncio.timeout(HANG_S):
         slow = [Sending(asking(speaker)), Sending(asking(speaker, "second"))]
         sending = [
@@ -93,6 +98,22 @@ async def test_bodies_that_are_read_at_once_have_so_many_bytes_together(speaker:
         assert (await sending[1]).status_code == 200
         assert (await http.post(speaker.url({}), content=asking(speaker), headers=speaker.headers)).status_code == 200
     assert not bodies._held
+
+
+async def test_keys_whose_large_bodies_stand_still_shut_out_no_small_one_of_another():
+    assert (MAX_BYTES_OF_ONE, MAX_BYTES) == (4 * MAX_BODY_BYTES, 16 * MAX_BODY_BYTES)
+    speaker, bodies = SPEAKERS["chat"], Bodies()
+    with contextlib.ExitStack() as stalled:
+        for number in range(16):
+            stalled.enter_context(bodies.of(f"key {number % 4}")).hold(MAX_BODY_BYTES - 2)
+        async with client(app_of(FakeTurns(), bodies)) as http:
+            data = asking(speaker, "x" * (FREE_BYTES - 1000))
+            assert (await http.post(speaker.url({}), content=data, headers=speaker.headers)).status_code == 200
+        with bodies.of("key 4") as large:
+            large.hold(16 * FREE_BYTES)
+            with pytest.raises(Refusal, match="too large together"):
+                large.hold(2 * FREE_BYTES)
+    assert (bodies._held, bodies._num_common) == ({}, 0)
 
 
 async def test_a_body_no_longer_counts_once_its_turn_was_begun():

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
-from services.episodes.matching import Rewritten
+from services.episodes.matching import MAX_QUOTED, MAX_QUOTING_CHARS, Rewritten
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.turns import Answer, TurnRequest
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
@@ -100,6 +100,24 @@ async def test_each_way_to_leave_a_conversation_has_its_name(codec: HermesCodec,
     record = one.records.segments()
     judge(record, one.policy.served)
     assert [one.asked.reason for one in record if one.asked is not None and one.asked.reason] == [reason] * bool(reason)
+
+
+async def test_the_newest_answers_are_looked_for_in_the_beginning_of_a_long_first_message(codec: HermesCodec) -> None:
+    """What is searched holds the event loop."""
+    num_turns = MAX_QUOTED + 3
+    speeches = [f"Of the files, number {number} was read." for number in range(num_turns)]
+    one = bench(codec, *speeches, *("x" * 3), context_tokens=200_000, limits={"max_episode_tokens": 10**7})
+    for number in range(num_turns):
+        await one.ask(INSTRUCTIONS, user(f"Read file {number}."))
+
+    async def why(text: str) -> str:
+        await one.ask(INSTRUCTIONS, user(text))
+        return one.episode.history.entries[max(one.episode.history.entries)].reason
+
+    # Each is a turn itself, and one of the newest in the next.
+    assert await why(f"{'y ' * (MAX_QUOTING_CHARS // 2)}{speeches[-1]}") == Rewritten.SUB_AGENT
+    assert await why(f"{speeches[3]} {'y' * MAX_QUOTING_CHARS}") == Rewritten.SUB_AGENT
+    assert await why(f"{speeches[-1]} {'y ' * MAX_QUOTING_CHARS}") == Rewritten.COMPACTED
 
 
 async def _played(one: Bench) -> Thread:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
+from services.episodes import matching
 from services.episodes.counters import Counters
 from services.gateway.agent.forgetting import forget, forget_for_ever
 from services.gateway.agent.lengths import LONG_BYTES, is_long
@@ -548,22 +549,48 @@ async def test_all_conversations_are_looked_at_once_for_a_request(
     first = await place.say(key, HI)
     for number in range(3):
         await place.say(key, user(f"question {number}"))
-    placed, looked_at = TurnPlanner.place, list[TurnPlanner]()
+    knows, looked_at = TurnPlanner.knows, list[TurnPlanner]()
 
-    def counts(self: TurnPlanner, ask: Any) -> Any:
+    def counts(self: TurnPlanner, request: Any) -> bool:
         looked_at.append(self)
-        return placed(self, ask)
+        return knows(self, request)
 
-    monkeypatch.setattr(TurnPlanner, "place", counts)
+    monkeypatch.setattr(TurnPlanner, "knows", counts)
     await place.say(key, HI, said(first), user("and?"))
-    found = looked_at.pop()  # it goes on there
-    assert looked_at[-1] is found
+    found = next(reversed(place.talking._conversations.values()))  # it goes on there
+    assert looked_at[-1] is found.episode._plan
     assert len(looked_at) == len(set(looked_at)) == 4
     looked_at.clear()
     assert (await place.say(key, HI, is_retry=True)).id == first.id
     assert not looked_at  # a retry is known without
     await place.say(key, user("another"))
-    assert len(looked_at) == len(set(looked_at)) == 5  # its own among them
+    assert len(looked_at) == len(set(looked_at)) == 4
+
+
+async def test_a_request_is_digested_once_however_many_conversations_it_is_looked_for_in(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long ones would hold the event loop for each of them."""
+    key = await place.key()
+    digested = list[int]()
+
+    def counts(made: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(said: Any, *given: Any) -> Any:
+            digested.append(len(said))
+            return made(said, *given)
+
+        return counted
+
+    for name in ("of_messages", "prefixes"):
+        monkeypatch.setattr(matching, name, counts(getattr(matching, name)))
+    sizes = list[int]()
+    for number in range(4):
+        await place.say(key, HI, who=f"user {number}")
+        digested.clear()
+        # It begins as all of them do, and is known to none.
+        await place.say(key, HI, {"role": "assistant", "content": f"x{number}"}, user("and?"))
+        sizes.append(sum(digested))
+    assert sizes == sizes[:1] * 4
 
 
 def sent_again(monkeypatch: pytest.MonkeyPatch, *, by_the_client: bool) -> None:
