@@ -317,6 +317,7 @@ class ShownTurn(TypedDict):
     parent: int | None
     reason: str | None
     shared_tokens: NotRequired[int]
+    tokens_read_again: NotRequired[int]
     is_trained: bool
     request: NotRequired[ShownRequest | None]
     messages: list[ShownMessage]
@@ -343,8 +344,9 @@ class EpisodeDetail(EpisodeSummary):
     place of its tokens (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling
     it, `env_s` for the environment's answer before it, `queue_s` for waiting; null where none were recorded). `parent`
     is the turn that it goes on from, `reason` why it began a branch, `shared_tokens` how many of its first tokens an
-    earlier branch has too (`messages` are the others), `is_trained` false where nobody ever had the turn. `request`
-    tells how an agent asked for it: `dialect`, `model`, `num_messages`, `num_new_messages`, `num_repeats`."""
+    earlier branch has too (`messages` are the others), `tokens_read_again` how many more it read before it sampled,
+    `is_trained` false where nobody ever had the turn, or another sample was gone on from. `request` tells how an agent
+    asked for it: `dialect`, `model`, `num_messages`, `num_new_messages`, `num_repeats`."""
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
     evidence: NotRequired[dict[str, JSON]]

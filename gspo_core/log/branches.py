@@ -47,12 +47,14 @@ def links(segments: Sequence[Segment]) -> dict[int, Link]:
         pieces = list(group)
         branch = _branch(pieces)
         shared, before = _beginning(branch, earlier)
+        read_again = _num_read_again(pieces, shared)
         for turn, own in groupby(pieces, key=lambda one: one.turn):
             asked = next((one.asked for one in own if one.asked is not None), None)
             found[turn] = {
                 "parent": before if asked is None else asked.parent,
                 "reason": (asked.reason or None) if asked is not None else None,
                 "shared_tokens": shared,
+                "tokens_read_again": read_again,
                 "is_trained": turn not in untrained,
                 "request": None
                 if asked is None
@@ -64,7 +66,7 @@ def links(segments: Sequence[Segment]) -> dict[int, Link]:
                     "num_repeats": repeats.get(turn, 0),
                 },
             }
-            before, shared = turn, 0
+            before, shared, read_again = turn, 0, 0
         earlier.append(branch)
     return found
 
@@ -81,11 +83,17 @@ def drift(segments: Sequence[Segment]) -> tuple[Counter[str], int]:
         branch, asked = _branch(pieces), next((one.asked for one in pieces if one.asked is not None), None)
         if asked is not None and asked.reason:
             reasons[asked.reason] += 1
-            if asked.reason != SUB_AGENT:
-                shared, _ = _beginning(branch, earlier)
-                num_anew += max(_num_before_actions(pieces) - shared, 0)
+            num_anew += _num_read_again(pieces, _beginning(branch, earlier)[0])
         earlier.append(branch)
     return reasons, num_anew
+
+
+def _num_read_again(pieces: Sequence[Segment], shared: int) -> int:
+    """Of a branch whose first ``shared`` tokens an earlier one has."""
+    asked = next((one.asked for one in pieces if one.asked is not None), None)
+    if asked is None or not asked.reason or asked.reason == SUB_AGENT:
+        return 0
+    return max(_num_before_actions(pieces) - shared, 0)
 
 
 def _num_before_actions(pieces: Sequence[Segment]) -> int:

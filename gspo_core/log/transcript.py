@@ -97,6 +97,8 @@ class Link(TypedDict):
     parent: int | None
     reason: str | None
     shared_tokens: int
+    tokens_read_again: int
+    """Where an agent's rewritten conversation began a branch: its prompt without the shared tokens."""
     is_trained: bool
     request: ShownRequest | None
 

@@ -258,13 +258,13 @@ class History:
         return had
 
     def rejected(self, had: Collection[int], paid: Collection[int] = ()) -> set[int]:
-        """Of the turns that the agent had: samples of an equal request beside one that it went on from."""
-        gone_on_from = {self.entries[number].parent for number in had}
+        """Of the turns that the agent had: samples of an equal request beside one that it went on from, or paid."""
+        chosen = {self.entries[number].parent for number in had} | set(paid)
         samples = defaultdict[bytes, list[int]](list)
         for number in had:
             samples[self.entries[number].request].append(number)
-        chosen = (numbers for numbers in samples.values() if not gone_on_from.isdisjoint(numbers))
-        return {number for numbers in chosen for number in numbers if number not in gone_on_from} - set(paid)
+        decided = (numbers for numbers in samples.values() if not chosen.isdisjoint(numbers))
+        return {number for numbers in decided for number in numbers if number not in chosen}
 
     def _nodes(
         self,

@@ -103,6 +103,7 @@ def test_turns_are_a_tree_with_their_requests() -> None:
         4: "edited_history",
     }
     assert [one["shared_tokens"] for one in shown.values()] == [0, 0, 7, 1, 5]
+    assert [one["tokens_read_again"] for one in shown.values()] == [0, 0, 0, 0, 1]
     assert [turn for turn, one in shown.items() if not one["is_trained"]] == [3]
     assert shown[1]["request"] == {
         "dialect": "messages",

@@ -65,7 +65,13 @@ EXACTLY = {
 NOT_REQUIRED = {
     *("Parent.last", "Parent.without", "Job.environments", "Job.objective"),
     *("Plan.unchecked", "Plan.capacity", "Plan.memory"),
-    *("ShownTurn.shared_tokens", "ShownTurn.request", "EpisodeDetail.evidence", "EpisodeDetail.evidence_left_out"),
+    *(
+        "ShownTurn.shared_tokens",
+        "ShownTurn.tokens_read_again",
+        "ShownTurn.request",
+        "EpisodeDetail.evidence",
+        "EpisodeDetail.evidence_left_out",
+    ),
     *("EpisodeLease.reward_key", "TraceDetail.tokens"),
 }
 DOCS = {

@@ -179,6 +179,7 @@ def _in_all(runs: Sequence[Mapping[str, Any]]) -> str:
         f"Of the runs below whose seed has a star: {sum(row['episodes'] for row in rows):,} episodes.\n",
         *_table(TOTAL, rows),
         f"\nFewer than {WANTED} episodes so far: {', '.join(few) or 'none'}.",
+        "Not played: OpenHands' SDK, all of whose releases (1.0.0 to 1.58.2) need Python 3.12.",
     ]
     return "\n".join([*lines, ""])
 

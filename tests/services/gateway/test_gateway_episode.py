@@ -635,7 +635,10 @@ async def test_samples_that_an_agent_did_not_go_on_from_are_not_trained(codec: H
     alone = bench(codec, "One.", "Two.")
     await alone.ask(HI)
     await alone.ask(HI)
-    assert alone.episode.history.rejected(alone.episode.history.had()) == set()  # nobody knows which was chosen
+    history, had = alone.episode.history, alone.episode.history.had()
+    assert history.rejected(had) == set()  # nobody knows which was chosen
+    assert history.rejected(had, paid=[1]) == {0}
+    assert history.rejected(had, paid=[0, 1]) == set()
 
 
 async def test_what_is_not_acted_on_is_refused_unless_the_job_has_it_said(codec: HermesCodec) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -731,6 +732,31 @@ async def test_redacted_traffic_holds_texts_of_whole_turns_and_no_ids(place: Pla
     assert [turn["said"].startswith("Answer #") for turn in turns] == [True, True]
     assert "and you are #?" in turns[1]["read"]
     assert set(turns[0]) == {"turn", "branch", "read", "said", "num_tokens", "num_sampled", "versions", "kind"}
+
+
+async def stored_in(redis: Redis) -> bytes:
+    """All values, as Redis would write them, but not compressed."""
+    await redis.config_set("rdbcompression", "no")
+    found = [await redis.dump(key) or b"" async for key in redis.scan_iter()]
+    await redis.config_set("rdbcompression", "yes")
+    return b"".join(found)
+
+
+@pytest.mark.parametrize("is_redacted", [True, False])
+async def test_what_is_redacted_stands_nowhere_in_redis(place: Place, codec: HermesCodec, is_redacted: bool) -> None:
+    """Not in the turns, nor in what is kept to find and to repeat them; without a redactor the ids are found."""
+    redact = load_redactor(f"{__name__}:without_numbers") if is_redacted else None
+    place.talking = Talking(place.talks, place.jobs, KEEP, lambda: NOW, redact=redact)
+    key = await place.key()
+    numbers = "31415926535", "27182818284"
+    words = user(f"It is {numbers[0]}."), user(f"No, it is {numbers[1]}.")
+    first = await place.say(key, words[0], who="somebody")
+    await place.say(key, words[0], said(first), words[1], who="somebody")
+    found = await stored_in(place.redis)
+    assert b"somebody" in found
+    assert [number.encode() in found for number in numbers] == [False, False]
+    ids = [array("i", codec.tokenizer.encode(number)).tobytes() for number in numbers]
+    assert [tokens in found for tokens in ids] == [not is_redacted] * 2
 
 
 async def test_where_the_redactor_fails_nothing_is_stored_or_answered(place: Place) -> None:

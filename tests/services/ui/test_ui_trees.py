@@ -121,7 +121,7 @@ async def test_requests_stand_beside_the_turns_of_a_tree(visit: Visit, job: Reco
     reasons = ["resampled" in lines[2], "sub agent" in lines[3], "edited history" in lines[5]]
     assert reasons == [True, True, True]
     assert "given again" in lines[1]
-    assert "never had, not trained" in lines[4]
+    assert "not trained" in lines[4]
     assert "1 of 3 messages new" in lines[1]
     titles = [await visit.page.locator(f'[data-node="{turn}"]').get_attribute("title") for turn in (0, 3)]
     assert titles[0] == "asked as chat completions for gpt-4o, 1 of 1 message new"

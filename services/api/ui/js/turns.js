@@ -34,7 +34,7 @@ export function turnView(episode, turn, isLast) {
     `${turn.num_actions} tokens`, turn.versions.length && `version ${turn.versions.join(", ")}`,
     turn.logprob_mean !== null && `mean log-prob ${fixed(turn.logprob_mean, 3)}`, turn.cache_modes.includes("stale") && "stale cache",
     turn.reward !== null && `turn reward ${number(turn.reward)}`, turn.branch > 0 && `branch ${turn.branch}`, turn.reason && `${words(turn.reason)}${turn.parent === null ? "" : ` from turn ${turn.parent}`}`,
-    turn.shared_tokens > 0 && `${number(turn.shared_tokens)} tokens as in a branch before`, asked(turn.request),
+    turn.shared_tokens > 0 && `${number(turn.shared_tokens)} tokens as in a branch before`, turn.tokens_read_again > 0 && `${number(turn.tokens_read_again)} read again`, asked(turn.request),
   ].filter(Boolean);
   return h("section", { class: `turn${broken ? " failed" : ""}${isLast ? " growing" : ""}`, id: turnId(turn), "data-turn": turn.turn, "aria-label": `turn ${turn.turn}` },
     h("div", { class: "meta" }, meta.map((text) => h("span", {}, text)), marks(turn), inline(turn.timings)), turn.messages.map(message),
