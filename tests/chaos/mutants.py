@@ -145,8 +145,8 @@ MUTANTS = {
     ),
     "a reward counts each time that it is posted": Mutant(
         "services/episodes/snapshots.py",
-        "known = next((one for one in self.posted if token and one.token == token), None)",
-        "known = None",
+        "known = self._by_token.get(reward.token, reward)",
+        "known, self._by_token = reward, {}",
         short("cut agents", faults=2, minutes=0.1, steps=4, least_jobs=1, players="agents"),
     ),
     "who asks again is sampled for again": Mutant(
