@@ -25,7 +25,7 @@ TASK, RESULT, JUDGE, MESSAGES, ENVIRONMENT, STATE = "task", "result", "judge", "
 # Names that are left out, each with its reason: the rest is a number.
 MAX_LEFT_OUT, MAX_WHY_CHARS = 32, 120
 _MAX_DEPTH = 32
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STRING = re.compile(r'\{"\$bytes":"(?P<bytes>[^"]*)"\}|(?P<text>"(?:[^"\\]|\\.)*")')
 _SECRET = re.compile(r"secret|token|passw|api_?key|credential|private_?key", re.IGNORECASE)
 
 
@@ -83,8 +83,15 @@ def value_of(text: str) -> object:
 
 
 def with_texts(text: str, changed: Callable[[str], str]) -> str:
-    """What ``plain_text`` wrote, with each text in it ``changed``."""
-    return _STRING.sub(lambda found: json.dumps(changed(json.loads(found[0]))), text)
+    """What ``plain_text`` wrote, with each text in it ``changed``, and bytes as the text of their Latin letters."""
+
+    def again(found: re.Match[str]) -> str:
+        if found["bytes"] is None:
+            return json.dumps(changed(json.loads(found["text"])))
+        of_bytes = base64.b64decode(found["bytes"]).decode("latin-1")
+        return f'{{"$bytes":"{base64.b64encode(changed(of_bytes).encode("latin-1")).decode()}"}}'
+
+    return _STRING.sub(again, text)
 
 
 def state_in(evidence: Evidence) -> dict[str, object]:

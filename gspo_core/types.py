@@ -259,8 +259,8 @@ class Segment:
     spent: Spent | None = None
     """Where the time went, as far as it was recorded."""
     untrained_turns: tuple[int, ...] = ()
-    """Only on the last segment: the turns, in order, that were sampled but never received by the agent, so they are no
-    actions of the episode."""
+    """Only on the last segment: the turns, in order, that were sampled but are no actions of the episode: the agent
+    never received them, or went on from another sample, or that one was paid."""
     turn_rewards: tuple[TurnReward, ...] = ()
     """Only on the last segment: what turns were paid, as far as it was known when the episode ended; in order."""
     repeated: tuple[Repeated, ...] = ()

@@ -6,8 +6,10 @@ Rule: no agent is started here, for it would ask a policy that is not there; wha
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from gspo_core.env import AgentEnvironment, EnvironmentFailed
@@ -18,8 +20,8 @@ from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split
 
 MAX_LOOKED_AT = 500
-# As interpreters are handed them.
-SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb")
+# Each runs the file that is its first argument.
+INTERPRETER = re.compile(r"python[\d.]*|node|deno|bun|bash|sh|ruby|perl")
 # Of a prompt, which may hold a long task.
 MAX_SHOWN_CHARS = 4096
 
@@ -47,11 +49,17 @@ def _start(environment: AgentEnvironment) -> Check:
     found = shutil.which(program) or shutil.which(program, path=str(environment.folder))
     if found is None and not (environment.folder / program).is_file():
         return Check("start", Status.FAIL, f"there is no program {program} on the PATH nor in {environment.folder}")
-    script = start.command[1] if len(start.command) > 1 else ""
-    if script.endswith(SCRIPTS) and not script.startswith("-") and not (environment.folder / script).is_file():
+    script = _script(start.command)
+    if script and not (environment.folder / script).is_file():
         return Check("start", Status.FAIL, f"{program} is there, but no file {script} in {environment.folder}")
     spoken = "" if start.acp is None else " and is spoken to by the Agent Client Protocol"
     return Check("start", Status.PASS, f"{program} is there; it runs in {environment.folder}{spoken}")
+
+
+def _script(command: Sequence[str]) -> str:
+    """What an interpreter is told to run, where that is a file for certain; else empty."""
+    is_run = len(command) > 1 and INTERPRETER.fullmatch(PurePath(command[0]).name) and "." in command[1]
+    return command[1] if is_run and not command[1].startswith("-") else ""
 
 
 async def _tasks(environment: AgentEnvironment) -> Check:

@@ -384,7 +384,8 @@ LEAKING = """
 tasks = [{"word": "x"}]
 
 def run(task, llm):
-    return {"log": ["Bearer " + llm.api_key, {llm.reward_key: 1}], "n": (1, None, chr(13) + llm.reward_key[1:])}
+    raw = b"\\xff" + llm.api_key.encode()
+    return {"log": ["Bearer " + llm.api_key, {llm.reward_key: 1}], "n": (1, raw, chr(13) + llm.reward_key[1:])}
 
 def get_reward(task, result):
     return 1.0
@@ -401,7 +402,7 @@ async def test_what_an_agent_returns_is_kept_without_its_keys_wherever_they_stan
     assert (await session.score())[0] == 1.0
     await session.close()
     kept = session.evidence.value("result")
-    assert kept == {"log": ["Bearer (key)", {"(key)": 1}], "n": (1, None, "\r(key)")}
+    assert kept == {"log": ["Bearer (key)", {"(key)": 1}], "n": (1, b"\xff(key)", "\r(key)")}
 
 
 def test_beginnings_and_ends_of_a_key_are_not_told_wherever_they_stand():
@@ -539,6 +540,8 @@ def test_a_program_is_looked_for_and_its_tasks_must_fit_a_variable(agents: str) 
     assert found(validate(f"{agents}:World", **started))["start"].startswith("fail: there is no program /no/such")
     started = {"agent": {"command": ["python", "no_such.py"]}}
     start = found(validate(f"{agents}:World", **started))["start"]
+    written = {"agent": {"command": ["env", "written_later.py"]}}
+    assert found(validate(f"{agents}:World", **written))["start"].startswith("pass: env is there")
     assert start.startswith("fail: python is there, but no file no_such.py in ")
     report = validate(f"{agents}:Unjudged", agent={"command": [sys.executable, Path(agents).name]})
     assert found(report)["reward"] == "warn: there is no get_reward, so the program has to post its reward"

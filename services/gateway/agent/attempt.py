@@ -301,8 +301,8 @@ class AgentAttempt:
         return both(found, gathered([(TASK, task)], most_bytes), most_bytes)
 
     def _last_turn(self) -> tuple[Sequence[int], Sequence[int]] | None:
-        """That the agent had: the ids that it answers, and those to read it of."""
-        had = self._had()
+        """That the agent had and that is trained: the ids that it answers, and those to read it of."""
+        had = self._had().difference(self._tree.untrained_turns)
         return (self._tree.turns[max(had)].prompt, self._episode.told(max(had))) if had else None
 
     def _had(self) -> set[int]:

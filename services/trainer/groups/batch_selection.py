@@ -54,9 +54,9 @@ class BatchSelection:
         self._is_held_back = False
         """Whether their replacements wait for engines."""
         self._empty: EmptyGroup | None = None
+        """Why the last group without a sampled token was dropped."""
         self._unrewarded: Counter[StopReason] = Counter()
         """How members ended, without a reward, of the groups that were dropped in a row for them."""
-        """Why the last group without a sampled token was dropped."""
         self._dropped_since: dict[DropReason, list[int]] = {}
         """Groups dropped since the last batch, by reason."""
         self._num_dropped: dict[str, float] = {}

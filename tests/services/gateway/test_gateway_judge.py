@@ -142,6 +142,20 @@ async def test_turns_are_paid_beside_the_judge(
     assert (outcome.reward, outcome.reward_parts) == (0.75, {"judge": 0.5, "turn/0": 0.25})
 
 
+async def test_a_judge_reads_the_answer_that_is_trained(
+    table: Table, codec: HermesCodec, asking: tuple[Judges, list[float]]
+) -> None:
+    async def agent(llm: Client) -> None:
+        first = await llm.say(HI)
+        await llm.say(HI)
+        await llm.reward(0.25, turn=first.id)
+
+    played = Judged(table, codec, agent, asking[0])
+    async with judge_server([verdict(0.5)]) as server:
+        assert await played.run(server.url) is StopReason.COMPLETED
+    assert server.asked[0]["messages"][0]["content"].splitlines()[-1] == "Is Hello. good?"
+
+
 async def test_a_judge_that_is_away_or_says_nothing_is_asked_again(
     table: Table, codec: HermesCodec, asking: tuple[Judges, list[float]]
 ) -> None:

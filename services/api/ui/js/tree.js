@@ -68,7 +68,7 @@ function line(turn, go) {
 /** What became of a turn: given again, left out of training. */
 export const marks = (turn) => [
   turn.request?.num_repeats > 0 && h("span", { class: "pill plain warn", "data-mark": "repeated" }, `given again${turn.request.num_repeats > 1 ? ` ${turn.request.num_repeats} times` : ""}`),
-  !turn.is_trained && h("span", { class: "pill plain bad", "data-mark": "lost", title: "nobody ever had it, or another answer to the same request was gone on from" }, "not trained"),
+  !turn.is_trained && h("span", { class: "pill plain bad", "data-mark": "lost", title: "nobody ever had it, or another answer to the same request was gone on from or paid" }, "not trained"),
 ];
 
 const short = (request) => request && `${request.num_new_messages} of ${request.num_messages} message${request.num_messages === 1 ? "" : "s"} new`;
