@@ -89,19 +89,21 @@ def test_where_no_clock_goes_on_while_the_machine_sleeps_another_is_read(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_alive"),
+    ("changes", "written_s", "is_alive"),
     [
-        ({}, True),
-        ({"born": "1"}, False),
-        ({"pid": 2**22 + 1}, False),
-        ({"at": since_boot() - 600}, False),
-        ({"at": since_boot() + 600}, False),
-        ({"ready": False}, False),
+        ({}, 0, True),
+        ({"born": "1"}, 0, False),
+        ({"pid": 2**22 + 1}, 0, False),
+        ({}, -600, False),
+        ({}, 600, False),
+        ({"ready": False}, 0, False),
     ],
 )
-def test_both_probes_agree(changes: Mapping[str, object], is_alive: bool, tmp_path: Path) -> None:
+def test_both_probes_agree(changes: Mapping[str, object], written_s: float, is_alive: bool, tmp_path: Path) -> None:
+    """``written_s``: when, from now."""
     pid = os.getpid()
     file = tmp_path / "health"
-    file.write_text(json.dumps({"at": since_boot(), "ready": True, "pid": pid, "born": born(pid)} | {**changes}))
+    at = since_boot() + written_s
+    file.write_text(json.dumps({"at": at, "ready": True, "pid": pid, "born": born(pid)} | {**changes}))
     assert (examine(file, ready=True, now=since_boot()) is None) is is_alive
     assert (probe("file", str(file), "--ready")[0] == 0) is is_alive
