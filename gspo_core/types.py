@@ -503,7 +503,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """None where nothing was read: an agent may end without asking."""
+        """0 where nothing was read: an agent may end without asking."""
         return 1 + max((segment.turn for segment in self.segments if segment.num_tokens), default=-1)
 
     @property

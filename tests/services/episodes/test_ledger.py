@@ -149,3 +149,30 @@ def test_a_segment_of_another_attempt_or_a_finished_one_is_not_restored() -> Non
         ledger.observe([1])
         with pytest.raises(LedgerConflict, match="does not continue"):
             ledger.restore(wrong)
+
+
+def test_a_segment_of_a_turn_that_is_not_open_is_not_restored() -> None:
+    first = Ledger(KEY, 0, 1.0)
+    first.observe([1])
+    segments = first.record(answer([3], (0, 0, 1)))
+    first.observe([4])
+    segments += first.record(answer([5], (0, 0, 1)))
+    other = Ledger(KEY, 0, 1.0)
+    other.observe([1])
+    other.restore(segments[0])
+    with pytest.raises(LedgerConflict, match="turn 1 does not continue 1 turns"):
+        other.restore(segments[1])
+
+
+def test_a_segment_of_another_branch_is_not_restored() -> None:
+    first = Ledger(KEY, 0, 1.0)
+    first.observe([1])
+    segments = first.record(answer([3], (0, 0, 1)))
+    first.fork([1, 3, 4])
+    segments += first.record(answer([5], (0, 0, 1)))
+    other = Ledger(KEY, 0, 1.0)
+    other.observe([1])
+    other.restore(segments[0])
+    other.observe([4])
+    with pytest.raises(LedgerConflict, match="does not continue turn 1"):
+        other.restore(segments[1])
