@@ -21,7 +21,7 @@ from tests.play.requirements.figures import Figure
 from tests.play.requirements.place import Place, fetched
 from tests.play.requirements.texts import sentence
 
-EACH = 8
+EACH = 12
 AT_ONCE = 4
 GROUPS_PER_STEP = 4
 MIN_QUOTED_CHARS = 24
@@ -258,7 +258,7 @@ def branches(place: Place) -> Figure:
         place.until(lambda: len(place.client.metrics(job)) >= num_steps, "all that was played is trained")
         _compare_steps(figure, place, job, left)
     figure.held = (
-        f"reason, parent, and tokens read again of {figure.many.get('shown as it was', 0):,.0f} of {len(names)} are "
+        f"reason, parent, and tokens read again of {figure.told('shown as it was')} of {len(names)} are "
         "what the player did, and so are the sums of the steps (`branches/*`)"
     )
     return figure
@@ -299,6 +299,7 @@ class _Player:
         figure.count("episodes")
         figure.count(f"in {dialect}")
         figure.count("shown as it was", not faults)
+        figure.count_part(name, "not as it was" if faults else "as it was")
         self.place.client.finish_lease(lease, round(rng.random(), 3))
         return lease["episode"], left_by(detail)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ LATE_S = 4.0
 """Beyond a lease's end, within which it is another's."""
 REVOKED_S = 1.0
 FORBIDDEN, OVER = 401, 409
+TO_REFUSAL = "s from a revocation to the refusal, at most"
 LARGE_BYTES = 12 << 20
 HEAD_WAIT_S = 10.0
 
@@ -39,9 +40,9 @@ def doors(place: Place) -> Figure:
     figure = Figure(
         8,
         "three doors",
-        "services that are called; leases that are asked for again under their key, kept by signs of life and by turns, "
-        "left alone until they are over, given back and ended; talk keys that are revoked in mid-talk, expire, or are "
-        "used up; then each ended key with the head of a body that never comes",
+        "services that are called; leases that are asked for again under their key, kept by signs of life and by "
+        "turns, left alone until they are over, given back and ended; talk keys that are revoked in mid-talk, expire, "
+        "or are used up; then each ended key with the head of a body that never comes",
     )
     rng = random.Random(f"{place.seed} doors")
     called = {"ref": TASKS, "config": {"what": "called", "number": 9}, "agent": {"url": f"{place.beside.url}/play"}}
@@ -57,8 +58,9 @@ def doors(place: Place) -> Figure:
         ended |= dict.fromkeys(door.talked(rng), FORBIDDEN)
         _refused_at_head(figure, place, ended, rng)
     figure.held = (
-        f"after a revocation the first request is refused within {figure.many['s to a refusal, at most']:.3f} s; "
-        f"{figure.many.get('ended keys refused before their body', 0):,.0f} of {len(ended)} ended keys before their body"
+        f"after a revocation a request is refused within {figure.many.get(TO_REFUSAL, 0):.3f} s; "
+        f"{figure.told('ended keys refused before their body')} of {len(ended)} ended keys are refused "
+        "before their body"
     )
     return figure
 
@@ -86,6 +88,20 @@ def _called(figure: Figure, place: Place, entry: Mapping[str, Any]) -> dict[str,
     starts = place.beside.starts
     figure.expect(len(set(starts)) == len(starts) == len(set(keys)), f"{len(starts)} starts of {len(set(keys))} keys")
     return dict.fromkeys(keys, OVER)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, by the clock."""
+
+    began: float
+    status: int
+    ended: float
+
+
+def late(asked: Sequence[Asked], revoked: float) -> int:
+    """How many were begun when the key was revoked, and were answered all the same."""
+    return sum(one.began > revoked and one.status == 200 for one in asked)
 
 
 @dataclass(frozen=True)
@@ -189,23 +205,32 @@ class _Doors:
         return [*keys, self._expired(rng)]
 
     def _revoked(self, rng: random.Random) -> str:
+        """While somebody talks with it without a pause."""
         made = self.place.client.make_talk_key(self.job, label="doors")
         self.place.keys.add(made["key"])
         asker = Asker(self.http, self.place.up.gateway_url, made["key"])
-        self.figure.count("talk keys revoked")
-        for _ in range(rng.randint(1, 2)):
-            self._talk(asker, rng)
-        self.place.client.revoke_talk_key(self.job, made["id"])
-        revoked = time.monotonic()
-        while True:
-            answer, took = self._talk(asker, rng, is_over=True), time.monotonic() - revoked
-            if answer.status == FORBIDDEN:
-                break
-            self.figure.count("answered behind their revocation")
-            if not self.figure.expect(took <= REVOKED_S, f"{took:.1f} s after its revocation: {answer.status}"):
-                break
-        self.figure.largest("s to a refusal, at most", took)
+        with ThreadPoolExecutor(1) as threads:
+            talking = threads.submit(self._talk_on, asker, random.Random(rng.getrandbits(48)))
+            time.sleep(rng.uniform(0.1, 0.6))
+            self.place.client.revoke_talk_key(self.job, made["id"])
+            revoked = time.monotonic()
+            asked = talking.result()
+        figure, last = self.figure, asked[-1]
+        figure.count("talk keys revoked")
+        figure.count("requests that were begun behind a revocation, and answered", late(asked, revoked))
+        figure.largest(TO_REFUSAL, last.ended - revoked)
+        figure.expect(last.status == FORBIDDEN, f"a revoked key is answered {last.status}")
+        is_in_time = last.ended - revoked <= REVOKED_S
+        figure.expect(is_in_time, f"a key was refused {last.ended - revoked:.1f} s after its revocation")
         return made["key"]
+
+    def _talk_on(self, asker: Asker, rng: random.Random) -> list[Asked]:
+        """Until it is refused."""
+        asked, until = list[Asked](), time.monotonic() + 10 * REVOKED_S
+        while time.monotonic() < until and (not asked or asked[-1].status == 200):
+            began = time.monotonic()
+            asked.append(Asked(began, self._talk(asker, rng, is_over=True).status, time.monotonic()))
+        return asked
 
     def _used_up(self, turns: int, rng: random.Random) -> None:
         made = self.place.client.make_talk_key(self.job, turns=turns)

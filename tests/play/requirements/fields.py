@@ -43,8 +43,8 @@ def fields(place: Place) -> Figure:
     figure = Figure(
         3,
         "every field is acted on, said, or refused by name",
-        "each field of the gateway's table, in each dialect, with drawn values (those that ask for nothing too), and an "
-        "unknown field in each object, under `unsupported: refuse` and `say`; what is acted on is left out as well",
+        "each field of the gateway's table, in each dialect, with drawn values (those that ask for nothing too), and "
+        "an unknown field in each object, under `unsupported: refuse` and `say`; what is acted on is left out as well",
     )
     rng = random.Random(f"{place.seed} fields")
     entries = [fetched(mode, unsupported=mode) for mode in MODES]
@@ -63,10 +63,10 @@ def fields(place: Place) -> Figure:
                     for wrong in seen_in_answers(player.asker, dialect, rng, figure):
                         figure.expect(False, f"{dialect}: {wrong}")
             place.client.release_lease(lease)
-    many = figure.many
+    told = figure.told
     figure.held = (
-        f"of {many.get('requests', 0):,.0f} requests {many.get('something else', 0):,.0f} had another end than these "
-        f"three, and {many.get('passed over', 0):,.0f} were answered in silence"
+        f"of {told('requests')} requests {told('something else')} had another end than these "
+        f"three, and {told('passed over')} were answered in silence"
     )
     return figure
 
@@ -98,7 +98,7 @@ class _Player:
         answer = self.asker.ask(case.dialect, case.asked)
         what, wrong = judged(case, answer)
         self.figure.count("requests")
-        self.figure.count(f"{case.dialect}, {self.mode}: {what}")
+        self.figure.count_part(f"{case.dialect}, `{self.mode}`", what)
         if what in ("something else", "passed over"):
             self.figure.count(what)
         if wrong:

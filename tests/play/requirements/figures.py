@@ -6,6 +6,7 @@ Rule: figures are written by the run that found them, and by nobody else. A run 
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,10 +27,13 @@ ELSEWHERE = {
 }
 """Of the ten requirements: the pages of those that are shown by other runs."""
 
+# Players count in threads.
+_COUNTING = threading.Lock()
+
 
 @dataclass
 class Figure:
-    """Of one requirement."""
+    """Of one requirement. Threads may share it."""
 
     number: int
     name: str
@@ -37,21 +41,34 @@ class Figure:
     """What was played."""
     many: dict[str, float] = field(default_factory=dict)
     """What was counted, by what it is."""
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The same for parts of it, such as dialects: a table of its own."""
     held: str = ""
     """What held, in words with numbers."""
     faults: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def count(self, what: str, number: float = 1) -> None:
-        self.many[what] = self.many.get(what, 0) + number
+        with _COUNTING:
+            self.many[what] = self.many.get(what, 0) + number
+
+    def count_part(self, part: str, what: str) -> None:
+        with _COUNTING:
+            counts = self.parts.setdefault(part, {})
+            counts[what] = counts.get(what, 0) + 1
+
+    def told(self, what: str) -> str:
+        return f"{self.many.get(what, 0):,.0f}"
 
     def largest(self, what: str, number: float) -> None:
-        self.many[what] = max(self.many.get(what, number), number)
+        with _COUNTING:
+            self.many[what] = max(self.many.get(what, number), number)
 
     def expect(self, held: bool, fault: str) -> bool:
         """Counts the fault where it did not hold."""
         if not held:
-            self.faults[fault[:MOST_CHARS]] += 1
+            with _COUNTING:
+                self.faults[fault[:MOST_CHARS]] += 1
         return held
 
     def as_json(self) -> dict[str, Any]:
@@ -76,10 +93,12 @@ def page(run: Mapping[str, Any]) -> str:
     elsewhere = ", ".join(f"{number} ([{name}]({name}))" for number, name in ELSEWHERE.items())
     lines = [
         HEAD.format(elsewhere=elsewhere),
-        f"Seed {run['seed']}, commit {run['commit']}, {run['date']}; Python {run['python']}, {run['cores']} cores shared "
-        f"with other work, load {run['load'][0]} before and {run['load'][1]} after; {run['seconds']:,} s in all.\n\n",
+        f"Seed {run['seed']}, commit {run['commit']}, {run['date']}; Python {run['python']}, {run['cores']} cores "
+        f"shared with other work, load {run['load'][0]} before and {run['load'][1]} after; {run['seconds']:,} s in "
+        "all.\n\n",
         "| requirement | what was done | how many | what held | faults |\n|---|---|---|---|---|\n",
         *(f"| {' | '.join(_cells(one))} |\n" for one in run["figures"]),
+        *(line for one in run["figures"] if one["parts"] for line in _parts(one)),
         *_faults(run["figures"]),
     ]
     return "".join(lines)
@@ -87,7 +106,15 @@ def page(run: Mapping[str, Any]) -> str:
 
 def _cells(one: Mapping[str, Any]) -> Sequence[str]:
     many = "; ".join(f"{name}: {_number(number)}" for name, number in one["many"].items())
-    return [f"{one['number']} {one['name']}", one["done"], many, one["held"], f"{one['num_faults']:,}"]
+    cells = [f"{one['number']} {one['name']}", one["done"], many, one["held"], f"{one['num_faults']:,}"]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def _parts(one: Mapping[str, Any]) -> Sequence[str]:
+    columns = list(dict.fromkeys(what for counts in one["parts"].values() for what in counts))
+    rows = [[part, *(f"{counts.get(what, 0):,}" for what in columns)] for part, counts in one["parts"].items()]
+    head = [f"| {' | '.join(['', *columns])} |\n", f"|{'---|' * (1 + len(columns))}\n"]
+    return [f"\n## {one['number']} {one['name']}\n\n", *head, *(f"| {' | '.join(row)} |\n" for row in rows)]
 
 
 def _number(value: float) -> str:

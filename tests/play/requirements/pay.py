@@ -18,7 +18,7 @@ from tests.play.requirements.place import Place
 from tests.play.requirements.posts import COMMAND, FUNCTION, SERVICE, WAYS, WORDS, due, posts_of
 
 HERE = "tests.play.requirements.agents"
-STEPS, GROUPS_PER_STEP = 8, 4
+STEPS, GROUPS_PER_STEP = 12, 4
 JOB_S = 400.0
 
 
@@ -45,9 +45,9 @@ def pay(place: Place) -> Figure:
     figure = Figure(
         2,
         "nobody pays himself",
-        "functions, programs and services, each with the job's words (none, `returned`, `judge`, `posted`), post final "
-        "rewards and rewards of turns with the key that samples and, where they have it, with the one that pays: to the "
-        "path for it, to paths that there are not, and as fields of requests; a quarter of them outside the range",
+        "functions, programs and services, each with the job's words (none, `returned`, `judge`, `posted`), post "
+        "rewards of episodes and turns with the key that samples and, where they have it, with the one that pays: to "
+        "the path for it, to paths that there are not, and as fields of requests; a quarter of them outside the range",
     )
     place.beside.service = lambda given: _serve(given, place.beside.url)
     given = list(entries(place.seed, place.beside.url))
@@ -61,10 +61,10 @@ def pay(place: Place) -> Figure:
     figure.count("`rewards/refused` of the steps", counted)
     tried = [_judged_report(figure, place, one) for one in place.beside.reports]
     figure.expect(len(tried) >= len(episodes), f"{len(tried)} agents told of {len(episodes)} episodes")
-    many = figure.many
+    told = figure.told
     figure.held = (
-        f"{many.get('stored as the word says', 0):,.0f} of {len(episodes)} stored rewards are what the job's word says; "
-        f"{many.get('posts answered as due', 0):,.0f} of {many.get('posts', 0):,.0f} posts were answered as due"
+        f"{told('stored as the word says')} of {len(episodes)} stored rewards are what the job's word "
+        f"says; {told('posts answered as due')} of {told('posts')} posts were answered as due"
     )
     return figure
 
@@ -78,11 +78,12 @@ def _serve(given: Mapping[str, Any], beside: str) -> Mapping[str, Any]:
 
 def _judged(figure: Figure, episode: EpisodeDetail) -> int:
     """How many of its posts had to be refused."""
-    task: Any = (episode["evidence"] or {}).get("task")
+    task: Any = episode.get("evidence", {}).get("task")
     if not figure.expect(isinstance(task, Mapping), f"an episode has no task: {episode['stop_reason']}"):
         return 0
     wanted, what = due(task), task["what"]
     figure.count("episodes")
+    figure.count(f"of a {task['way']}")
     reward = episode["reward"]
     is_it = reward is not None and math.isclose(reward, wanted.reward, abs_tol=1e-9)
     if figure.expect(is_it, f"{what}: stored {reward}, due {wanted.reward:.3f} ({episode['stop_reason']})"):

@@ -30,7 +30,7 @@ from services.files.job_dir import JobDir
 from services.launch.stack import Stack, StackConfig
 from services.process.ports import free_port
 from services.state.jobs import JobStatus
-from tests.play.real.run import NO_KEYS, _server
+from tests.play.real.run import NO_KEYS, server_of
 from tests.play.requirements import speaker
 from tests.play.requirements.figures import ROOT
 
@@ -97,7 +97,7 @@ class Beside:
 
     async def _serve(self) -> None:
         routes = [Route("/play", self._start, methods=["POST"]), Route("/report", self._report, methods=["POST"])]
-        server = _server(Starlette(routes=routes), self._port)
+        server = server_of(Starlette(routes=routes), self._port)
         serving = asyncio.ensure_future(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)

@@ -1,8 +1,8 @@
 """Makes the model of these plays: Qwen3's shape and vocabulary, with weights that are written and not learned.
 
-Rule: what is sampled depends on the last token alone. Behind a prompt and behind a word comes a drawn word, now and then
-the end; behind the opening of a call comes its rest. So a model of a second's work samples every token, answers differ,
-and calls that a request forces can be read.
+Rule: what is sampled depends on the last token alone. Behind a prompt and behind a word comes a drawn word, now and
+then the end; behind the opening of a call of a named tool comes its rest. So a model of a second's work samples every
+token, answers differ, and calls that a request forces can be read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def make(directory: Path) -> None:
 
 def _write(embedding: torch.Tensor, head: torch.Tensor, codec: HermesCodec) -> None:
     """Each state has a dimension of its own: any token, a word, each token of a call."""
-    words, (end, *_), call = [_id(codec, one) for one in WORDS], codec.stop_ids, [_id(codec, one) for one in CALL]
+    words, call = ([token_of(codec, one) for one in said] for said in (WORDS, CALL))
+    end = codec.stop_ids[0]
     one = math.sqrt(HIDDEN)  # what the last norm makes of a single 1
     embedding.zero_()
     head.zero_()
@@ -82,7 +83,7 @@ def _write(embedding: torch.Tensor, head: torch.Tensor, codec: HermesCodec) -> N
         head[token, 2 + place] = LIKELY / one
 
 
-def _id(codec: HermesCodec, text: str) -> int:
+def token_of(codec: HermesCodec, text: str) -> int:
     ids = codec.tokenizer.encode(text)
     known = codec.tokenizer.token_id(text)
     if len(ids) != 1 and known is None:

@@ -37,7 +37,7 @@ from tests.play.requirements.figures import Figure
 from tests.play.requirements.place import Place, fetched
 from tests.play.requirements.texts import sentence
 
-EPISODES = 24
+EPISODES = 40
 MOST_TURNS = 7
 AT_ONCE = 3
 COUNTING = {
@@ -117,11 +117,11 @@ def wire(place: Place) -> Figure:
         lease = place.lease(job)
         for key in (lease["api_key"], talk):
             _models(figure, Asker(http, place.up.gateway_url, key))
-    many = figure.many
+    told = figure.told
     figure.held = (
-        f"{many.get('counts that are the next prompt', 0):,.0f} of {many.get('prompts counted', 0):,.0f} counts are the "
-        f"next prompt; {many.get('starts that know the prompt', 0):,.0f} of {many.get('message_start', 0):,.0f} starts "
-        f"know it; spans tile {many.get('answers tiled', 0):,.0f} of {many.get('answers', 0):,.0f} answers"
+        f"{told('counts that are the next prompt')} of {told('prompts counted')} counts are "
+        f"the next prompt; {told('starts that know the prompt')} of {told('message_start')} starts "
+        f"know it; spans tile {told('answers tiled')} of {told('answers')} answers"
     )
     return figure
 
