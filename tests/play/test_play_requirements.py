@@ -175,7 +175,7 @@ def test_spans_tile_what_was_sampled_or_a_fault_says_where_not() -> None:
 
 def test_the_end_of_a_stream_tells_what_a_whole_answer_does() -> None:
     usage = {"input_tokens": 4, "cache_read_input_tokens": 6, "output_tokens": 2}
-    told = [
+    told: list[dict[str, Any]] = [
         {"type": "message_start", "message": {"id": "turn-0-1", "usage": usage | {"output_tokens": 0}}},
         {"type": "message_delta", "usage": usage, "policy_version": [{"start": 0, "end": 2, "version": 5}]},
     ]

@@ -185,7 +185,7 @@ def left_by(detail: EpisodeDetail) -> Left:
     by_branch, columns = dict[int, str](), detail["tokens"]
     for one in reversed(detail["turns"]):
         by_branch[one["branch"]] = one["reason"] or ""
-    tokens = in_branches({} if columns is None else columns)  # type: ignore[arg-type]
+    tokens = in_branches({} if columns is None else columns)
     numbers = sorted(tokens)
     anew = [
         read_again(tokens[number], [tokens[one] for one in numbers[:place]])[1]

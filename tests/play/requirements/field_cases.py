@@ -103,9 +103,8 @@ def _other(known: tuple[Any, ...], rng: random.Random) -> Any:
         return not first
     if isinstance(first, int):
         return rng.randint(2, 9)
-    return {str: f"drawn-{rng.getrandbits(24):x}", list: [f"drawn-{rng.getrandbits(24):x}"]}.get(
-        type(first), {"drawn": rng.getrandbits(24)}
-    )
+    text = f"drawn-{rng.getrandbits(24):x}"
+    return text if isinstance(first, str) else [text] if isinstance(first, list) else {"drawn": text}
 
 
 def _any(rng: random.Random) -> Any:

@@ -59,8 +59,10 @@ def pay(place: Place) -> Figure:
         counted = sum(one.get("rewards/refused", 0.0) for one in place.client.metrics(job))
     figure.expect(counted == num_refused, f"rewards/refused of the steps is {counted:g} and {num_refused} were due")
     figure.count("`rewards/refused` of the steps", counted)
-    tried = [_judged_report(figure, place, one) for one in place.beside.reports]
-    figure.expect(len(tried) >= len(episodes), f"{len(tried)} agents told of {len(episodes)} episodes")
+    reports = place.beside.reports
+    for one in reports:
+        _judged_report(figure, place, one)
+    figure.expect(len(reports) >= len(episodes), f"{len(reports)} agents told of {len(episodes)} episodes")
     told = figure.told
     figure.held = (
         f"{told('stored as the word says')} of {len(episodes)} stored rewards are what the job's word "
