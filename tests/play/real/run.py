@@ -178,7 +178,7 @@ class Side:
                 "gateway": Mishaps(Passage(client, lambda: self.gateway_url), self.by_key),
                 "engine": Passage(client, lambda: self._engine_url, self.samples.read),
             }
-            servers = [_server(app, self.ports[name]) for name, app in apps.items()]
+            servers = [server_of(app, self.ports[name]) for name, app in apps.items()]
             serving: list[Awaitable[Any]] = [asyncio.ensure_future(one.serve()) for one in servers]
             while not all(one.started for one in servers):
                 await asyncio.sleep(0.01)
@@ -191,7 +191,7 @@ class Side:
             raise _Over
 
 
-def _server(app: ASGIApp, port: int) -> uvicorn.Server:
+def server_of(app: ASGIApp, port: int) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
