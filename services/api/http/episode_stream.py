@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, TypedDict
 from gspo_core.log.transcript import ShownTurn
 from services.api.http.sse import RETRY_MS, frame
 from services.api.views.episode_views import EpisodeDetail
-from services.api.views.history import EpisodeNotKept, GroupNotKept
+from services.api.views.history import EpisodeForgotten, EpisodeNotKept, GroupNotKept
 from services.state.client import Away
 
 _POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
@@ -90,7 +90,7 @@ async def frames(
                 seen = now
                 try:
                     detail, arrivals = await read()
-                except (EpisodeNotKept, GroupNotKept) as error:
+                except (EpisodeForgotten, EpisodeNotKept, GroupNotKept) as error:
                     yield frame("gone", {"message": str(error)}) + frame("end", {})
                     return
                 for one in happenings(detail, arrivals, after):

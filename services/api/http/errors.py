@@ -20,7 +20,7 @@ from starlette.responses import Response
 from gspo_core.problems import MAX_PROBLEMS, Problem, problems_of, spell
 from gspo_core.spec import JobSpec
 from services.api.http.unavailable import unavailable
-from services.api.views.history import EpisodeNotKept, GroupNotKept
+from services.api.views.history import EpisodeForgotten, EpisodeNotKept, GroupNotKept
 from services.files.batch_log import DamagedBatchLog
 from services.files.environments.registry import EnvironmentNotFound
 from services.state.keys import InvalidJobId
@@ -148,6 +148,7 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     EnvironmentNotFound: (404, "environment_not_found", "environment"),
     GroupNotKept: (404, "group_not_found", "group"),
     EpisodeNotKept: (404, "episode_not_found", "member"),
+    EpisodeForgotten: (404, "episode_erased", None),
     DamagedBatchLog: (404, "batch_log_damaged", None),
 }
 

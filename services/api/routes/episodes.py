@@ -33,7 +33,7 @@ from services.api.views.episode_views import (
     open_group,
     trained_groups,
 )
-from services.api.views.history import EpisodeNotKept
+from services.api.views.history import EpisodeForgotten, EpisodeNotKept
 from services.api.views.store_views import Page, View, page
 from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.state.jobs import JobRecord
@@ -253,6 +253,8 @@ async def _trained_detail(
     summaries = await asyncio.to_thread(_of_batch, context, job, position)
     base = next(one for one in summaries if one.group == key.group)
     episode = next(one for one in base.episodes if one.member == key.member)
+    if episode.is_erased:
+        raise EpisodeForgotten(key)
     segments, with_tokens = found[0].segments, query.include == "tokens"
     known = await asyncio.to_thread(context.history.trained, job, position) if with_tokens else {}
     trained = known.get((key.group, key.member))

@@ -46,6 +46,16 @@ class EpisodeNotKept(LookupError):
         super().__init__(f"group {key.group} of {key.job} has no episode {key.member}: given up, or never there")
 
 
+class EpisodeForgotten(LookupError):
+    """Only its numbers are left, which are its group's."""
+
+    def __init__(self, key: EpisodeKey) -> None:
+        super().__init__(
+            f"episode {key} was erased: nothing that was read or said in it is kept. What it counts for in its step "
+            f"is in GET /v1/groups/{key.job}/{key.group}"
+        )
+
+
 class TrainedHistory:
     """The batch logs of the jobs in ``jobs_dir``. Blocking: call it in a thread."""
 

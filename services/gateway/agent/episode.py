@@ -547,6 +547,8 @@ class AgentEpisode:
         """Why nothing more is answered here after the failure."""
         if self.is_erased:
             return Refusal(RefusalKind.ENDED, ERASED)
+        if self.failure.done() and isinstance(error := self.failure.result(), Refusal):
+            return error  # whoever keeps its records knows
         return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")
 
 

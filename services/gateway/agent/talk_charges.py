@@ -71,11 +71,15 @@ def _as_refusals() -> Iterator[None]:
     try:
         yield
     except Fenced:
-        raise Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked") from None
+        raise unknown_key() from None
     except Full as full:
         raise used_up(full.detail) from None
     except Away:
         raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
+
+
+def unknown_key() -> Refusal:
+    return Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
 
 
 def used_up(what: str) -> Refusal:

@@ -28,12 +28,13 @@ from services.gateway.agent.in_turn import Deciding, in_turn
 from services.gateway.agent.live import Delivery
 from services.gateway.agent.meter import Meter
 from services.gateway.agent.redaction import Redactor, redacted
-from services.gateway.agent.talk_charges import TalkCharges, used_up
+from services.gateway.agent.talk_charges import TalkCharges, unknown_key, used_up
 from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.process.telemetry import get_logger
 from services.state.client import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
+from services.state.refusals import Fenced
 from services.state.talks import Presented, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 from services.workers.timings import Timings
@@ -66,17 +67,13 @@ class TraceRecords:
         payloads, trace = [one.payload for one in given], given[0].key.group
         if self._redact is not None:
             payloads = await redacted(segments, self._codec, self._redact)
-        await self._talks.record(
-            job,
-            self._key,
-            trace,
-            self._user,
-            payloads,
-            tokens=tokens,
-            s=engine_s,
-            keep=self._keep,
-            index=given[0].index,
-        )
+        index = given[0].index
+        try:
+            await self._talks.record(
+                job, self._key, trace, self._user, payloads, tokens=tokens, s=engine_s, keep=self._keep, index=index
+            )
+        except Fenced as error:  # revoked while it was sampled: not to be asked for again
+            raise unknown_key() from error
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
         raise RuntimeError("a conversation is kept with its turns")

@@ -190,6 +190,19 @@ async def test_keys_that_are_none_expired_or_revoked_are_refused(place: Place) -
     assert len(await place.traces()) == 1
 
 
+async def test_a_key_that_is_revoked_while_it_is_answered_is_said_to_be(place: Place) -> None:
+    """Not told to ask again: what it is refused for stays."""
+    key = await place.key()
+    gate = place.policy.gate = asyncio.Event()
+    asking = asyncio.create_task(place.say(key, HI))
+    while not place.policy.asked:
+        await asyncio.sleep(0)
+    await place.talks.revoke(place.job, "0123456789ab")
+    gate.set()
+    assert await refused(asking) is RefusalKind.UNKNOWN_KEY
+    assert await place.traces() == {}
+
+
 async def test_there_is_no_episode_to_reward_or_finish(place: Place) -> None:
     key = await place.key()
     entrances = Entrances(door(), place.talking)
