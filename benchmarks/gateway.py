@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.gateway_stage import Episode, Gateway, open_gateway
+from redis.asyncio import Redis
+
+from benchmarks.gateway_stage import Episode, Gateway, many_tools, open_gateway
 from benchmarks.rollout_stage import machine
+from gspo_core.types import EpisodeKey
 
 RESULTS = Path(__file__).with_name("results") / "gateway.md"
 TURN_TOKENS = 128
@@ -28,6 +31,8 @@ LENGTHS = ((30, 890), (60, 890), (120, 126))
 NUM_WINDOWS = 6
 STREAM_S = 120.0
 OPENED_A_SECOND = 50
+LONG_TURNS, LONG_TOKENS, LOOKED_AT = 500, 48, 100
+NUM_TOOLS = 60
 MAX_TRIES = 10
 
 PAGE = """# What the gateway costs
@@ -67,6 +72,17 @@ open stream. While they waited the process used {idle:.1%} of a core ({alive:,} 
 another request (`GET /v1/models`) took p50 {ping_p50:.1f} ms, p99 {ping_p99:.1f} ms, against {quiet_p50:.1f} and
 {quiet_p99:.1f} ms before the streams were opened. The hosts of {streams:,} agents behind a URL are processes of their
 own and not counted here.
+
+## One long episode with {num_tools} tools
+
+An episode whose agent sends {num_tools} tools of about 1 kB with each request; {long_tokens} tokens are sampled a turn,
+and the engine takes 5 ms. "Grown" is the process' memory beyond what it was behind the first turn; "written" is what
+Redis was sent a turn (segments, what is kept of the turn, whatever else the stack says meanwhile), and "kept" by how
+much grew what stands there of the episode's turns beside its segments.
+
+| turns | history, tokens | body, KiB | CPU ms a turn | grown, MiB | written, bytes a turn | kept, bytes a turn |
+|---|---|---|---|---|---|---|
+{long_rows}
 """
 
 
@@ -100,6 +116,26 @@ class Crowd:
     added_ms: Sequence[float]
     plain_ms: Sequence[float]
     tokens: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a long episode came to, and what its turns cost since the last look."""
+
+    turns: int
+    tokens: int
+    body_bytes: int
+    cpu_ms: float
+    grown_bytes: int
+    written: float
+    kept: float
+
+    def row(self) -> str:
+        cells = (
+            *(f"{self.turns}", f"{self.tokens:,}", f"{self.body_bytes / 1024:.0f}", f"{self.cpu_ms:.1f}"),
+            *(f"{self.grown_bytes / 2**20:.1f}", f"{self.written:,.0f}", f"{self.kept:,.0f}"),
+        )
+        return f"| {' | '.join(cells)} |"
 
 
 @dataclass(frozen=True)
@@ -256,6 +292,52 @@ async def streams(number: int) -> Streams:
         )
 
 
+async def long_episode() -> list[Look]:
+    async with open_gateway(turn_tokens=LONG_TOKENS, seconds=(0.005, 0.005), max_episodes=1) as gateway:
+        (episode,) = await gateway.episodes(1)
+        episode.tools = many_tools(NUM_TOOLS)
+        episode.read(1)
+        await episode.turn()
+        first = gateway.process.resident_bytes()
+        cpu, stored = gateway.process.cpu_s(), await Stored.read(gateway)
+        looks: list[Look] = []
+        for turn in range(2, LONG_TURNS + 1):
+            episode.read(1)
+            await episode.turn()
+            if turn % LOOKED_AT:
+                continue
+            (cpu, before), (stored, earlier) = (gateway.process.cpu_s(), cpu), (await Stored.read(gateway), stored)
+            turns = turn - (looks[-1].turns if looks else 1)
+            look = Look(
+                turns=turn,
+                tokens=episode.num_prompt,
+                body_bytes=len(episode.request()),
+                cpu_ms=(cpu - before) / turns * 1e3,
+                grown_bytes=gateway.process.resident_bytes() - first,
+                written=(stored.received - earlier.received) / turns,
+                kept=(stored.kept - earlier.kept) / turns,
+            )
+            looks.append(look)
+            print(look.row(), flush=True)
+        await episode.end()
+    return looks
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes that Redis was sent so far, and those that it keeps of the first episode's turns beside its segments."""
+
+    received: int
+    kept: int
+
+    @classmethod
+    async def read(cls, gateway: Gateway) -> Stored:
+        snapshot = await gateway.stage.bus.read_snapshot(EpisodeKey(gateway.claim.job_id, 0, 0))
+        kept = 0 if snapshot is None else len(snapshot.data) + sum(map(len, snapshot.parts))
+        async with Redis.from_url(gateway.stage.redis_url) as redis:
+            return cls((await redis.info("stats"))["total_net_input_bytes"], kept)
+
+
 def line(windows: Sequence[Window]) -> tuple[float, float]:
     """CPU ms a turn as fixed and for each 1,000 tokens."""
     tokens, cpu = [one.tokens / 1e3 for one in windows], [statistics.median(one.cpu_ms) for one in windows]
@@ -263,7 +345,9 @@ def line(windows: Sequence[Window]) -> tuple[float, float]:
     return fixed, slope
 
 
-def page(arguments: argparse.Namespace, windows: Sequence[Window], many: Crowd, held: Streams) -> str:
+def page(
+    arguments: argparse.Namespace, windows: Sequence[Window], many: Crowd, held: Streams, long: Sequence[Look]
+) -> str:
     fixed, slope = line(windows)
     plain = at(many.plain_ms, 0.5)
     return PAGE.format(
@@ -299,6 +383,9 @@ def page(arguments: argparse.Namespace, windows: Sequence[Window], many: Crowd, 
         quiet_p99=at(held.quiet_ms, 0.99),
         ping_p50=at(held.ping_ms, 0.5),
         ping_p99=at(held.ping_ms, 0.99),
+        num_tools=NUM_TOOLS,
+        long_tokens=LONG_TOKENS,
+        long_rows="\n".join(one.row() for one in long),
     )
 
 
@@ -310,7 +397,7 @@ async def measure(arguments: argparse.Namespace) -> str:
             await one_at_a_time(arguments.episodes, num_turns, num_read, windows)
         found += windows.values()
     many = await crowd(arguments.crowd, arguments.crowd_turns, 890)
-    return page(arguments, found, many, await streams(arguments.streams))
+    return page(arguments, found, many, await streams(arguments.streams), await long_episode())
 
 
 def main() -> None:

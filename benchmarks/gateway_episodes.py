@@ -95,7 +95,7 @@ class Reception:
     async def _play(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
         agent = msgspec.json.decode(await reader.readexactly(length), type=Agent)
-        episode = Episode((await self.gateway).http, agent.base_url, agent.api_key)
+        episode = Episode((await self.gateway).http, agent.base_url, agent.api_key, agent.reward_key or agent.api_key)
         for _ in range(NUM_TURNS):
             episode.read(READ_TOKENS)
             self.turns_s.append(await episode.turn())

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from services.engines.transport import EngineHttp
 from services.state.store import Claim
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "on"]
-TOOL = {
+TOOL: dict[str, object] = {
     "type": "function",
     "function": {
         "name": "read",
@@ -45,6 +45,16 @@ _NO_LIMIT = {
 }
 
 
+def many_tools(number: int) -> list[dict[str, object]]:
+    """Of about 1 kB each, as a coding agent has them; the first is the one that is called."""
+    properties = {name: {"type": "string", "description": words(100)} for name in ("what", "where")}
+    others: list[dict[str, object]] = [
+        {"type": "function", "function": {"name": f"tool_{place}", "parameters": {"properties": properties}}}
+        for place in range(1, number)
+    ]
+    return [TOOL, *others]
+
+
 def words(number: int) -> str:
     """A text of so many tokens."""
     return "".join(f" {WORDS[place % len(WORDS)]}" for place in range(number))
@@ -53,6 +63,8 @@ def words(number: int) -> str:
 class Agent(msgspec.Struct):
     base_url: str
     api_key: str
+    reward_key: str = ""
+    """Empty before there was one: the episode's own key pays then."""
 
 
 class _Function(msgspec.Struct):
@@ -94,9 +106,11 @@ class Episode:
     http: EngineHttp
     base_url: str
     key: str
+    reward_key: str
     messages: list[dict[str, object]] = field(default_factory=list)
     num_prompt: int = 0
     """Tokens of the last prompt."""
+    tools: Sequence[Mapping[str, object]] = (TOOL,)
     _call_id: str = ""
 
     def read(self, num_tokens: int) -> None:
@@ -107,7 +121,9 @@ class Episode:
         self.messages.append({"role": "tool", "tool_call_id": self._call_id, "content": words(num_tokens)})
 
     def request(self, *, stream: bool = False) -> bytes:
-        return msgspec.json.encode({"model": "policy", "messages": self.messages, "tools": [TOOL], "stream": stream})
+        return msgspec.json.encode(
+            {"model": "policy", "messages": self.messages, "tools": self.tools, "stream": stream}
+        )
 
     async def turn(self) -> float:
         """Asks for the next turn; returns the seconds until its answer was read whole."""
@@ -126,8 +142,8 @@ class Episode:
         return spent
 
     async def end(self) -> None:
-        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
-        for path, body in (("reward", b'{"reward": 1}'), ("finish", b"{}")):
+        for path, key, body in (("reward", self.reward_key, b'{"reward": 1}'), ("finish", self.key, b"{}")):
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             await self.http.ask("POST", f"{self.base_url}/episode/{path}", headers, body, httpx.Timeout(None))
 
 
@@ -276,4 +292,4 @@ async def _reception() -> AsyncIterator[tuple[str, asyncio.Queue[Agent]]]:
 async def _meet(agents: asyncio.Queue[Agent], episodes: asyncio.Queue[Episode], http: EngineHttp) -> None:
     while True:
         agent = await agents.get()
-        episodes.put_nowait(Episode(http, agent.base_url, agent.api_key))
+        episodes.put_nowait(Episode(http, agent.base_url, agent.api_key, agent.reward_key or agent.api_key))

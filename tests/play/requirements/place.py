@@ -159,11 +159,15 @@ class Place:
         """Of a job whose episodes are fetched; waits for one."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            self.up.check()
-            if (found := self.client.lease_episode(job, **given)) is not None:
-                self.keys |= {found["api_key"], found["reward_key"]}
+            if (found := self.lease_once(job, **given)) is not None:
                 return found
         raise TooLate(f"no episode of {job} was to be had")
+
+    def lease_once(self, job: str, **given: Any) -> EpisodeLease | None:
+        self.up.check()
+        if (found := self.client.lease_episode(job, **given)) is not None:
+            self.keys |= {found["api_key"], found["reward_key"]}
+        return found
 
     def until(self, holds: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + wait_s
