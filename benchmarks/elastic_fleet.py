@@ -102,7 +102,7 @@ async def call(router: JobEngines, number: int, seen: Seen) -> None:
             seen.num_failed += 1
             raise
         seen.num_answers += 1
-        seen.num_short += len(sampled.generation.output_ids) != NUM_TOKENS
+        seen.num_short += len(sampled.ids) != NUM_TOKENS
         seen.first.setdefault(sampled.engine_id, time.perf_counter())
 
 

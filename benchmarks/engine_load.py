@@ -144,7 +144,7 @@ async def play(router: JobEngines, rng: random.Random, took: list[float]) -> Non
             )
             took.append(time.monotonic() - began)
             ids, known = (
-                [*ids, *sampled.generation.output_ids, *(rng.randrange(16) for _ in range(READ_TOKENS))],
+                [*ids, *sampled.ids, *(rng.randrange(16) for _ in range(READ_TOKENS))],
                 sampled.engine_id,
             )
             await asyncio.sleep(WORLD_S)

@@ -220,19 +220,18 @@ def sample_tokens() -> Work:
 
 def turn_at_8000_tokens() -> Work:
     from gspo_core.types import EpisodeKey
-    from services.engines.protocol import Generation, Span
-    from services.episodes.policy import Sampled
+    from services.episodes.policy import Sampled, Span
     from services.episodes.tree import Ledger
 
     ids = [100_000 + number for number in range(128)]
-    generation = Generation(ids, [-1.0] * 128, (Span("job/1/1", 0, 128),))
+    sampled = Sampled(ids, [-1.0] * 128, (Span(0, 128, 1),), "engine")
 
     def run() -> None:
         ledger = Ledger(EpisodeKey("job", 0, 0), 0, 1.0)
         ledger.observe(ids * 62)
         for _ in range(8):
             ledger.prompt().to_json()
-            ledger.record(Sampled(generation, [1], "engine"))
+            ledger.record(sampled)
             ledger.observe(ids)
 
     return run

@@ -21,10 +21,9 @@ from gspo_core.env import Environment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Segment, Split
 from services.engine.sampling import request_seed
-from services.engines.protocol import Generation, Span
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
-from services.episodes.policy import Sampled
+from services.episodes.policy import Sampled, Span
 from services.episodes.tree import Ledger
 from services.rollout.attempt import EnvironmentDriver, EpisodeAttempt
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
@@ -120,9 +119,8 @@ class _Round:
             some = [one for one in asked if one[0] == version]
             answers = self._sampler.generate(version, [one[1] for one in some], some[0][2])
             for (*_, future), answer in zip(some, answers, strict=True):
-                spans = (Span(str(version), 0, len(answer.ids)),)
-                generation = Generation(answer.ids, answer.logprobs, spans)
-                future.set_result(Sampled(generation, [version], "baselines"))
+                spans = (Span(0, len(answer.ids), version),)
+                future.set_result(Sampled(answer.ids, answer.logprobs, spans, "baselines"))
 
 
 class _Seat:
@@ -154,7 +152,7 @@ class _Seat:
         )
         request = Request(list(input_ids), most, self._seed, self._num_drawn)
         answer = await self._round.ask(self._key, version, request, stop_token_ids)
-        self._num_drawn += len(answer.generation.output_ids)
+        self._num_drawn += len(answer.ids)
         return answer
 
 

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
+
 PauseMode = Literal["abort", "retract", "in_place"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -51,11 +53,11 @@ class NoSuchKind(EngineError):
     """The address names a kind of engine that this release does not know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class LabelledSpan(msgspec.Struct, frozen=True):
     """``output_ids[start:end]`` were sampled under the weights that the engine calls ``label``."""
 
-    label: str
+    label: str = msgspec.field(name="version")
+    """Read under the name that all servers give it."""
     start: int
     end: int
 
@@ -66,7 +68,7 @@ class Generation:
 
     output_ids: list[int]
     logprobs: list[float]
-    spans: tuple[Span, ...]
+    spans: tuple[LabelledSpan, ...]
     """Tile ``output_ids`` in order, without gap or overlap."""
     finish_reason: FinishReason = "stop"
     cached_tokens: int = 0

@@ -41,8 +41,8 @@ from services.engines.protocol import (
     EngineUnavailable,
     FinishReason,
     Generation,
+    LabelledSpan,
     PauseMode,
-    Span,
 )
 from services.engines.sglang_versions import FLATTENED, EngineProfile, group_problem, num_ranks
 
@@ -69,18 +69,12 @@ class _Finish(msgspec.Struct):
     message: str | None = None
 
 
-class _WireSpan(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _AnswerMeta(msgspec.Struct):
     id: str
     finish_reason: _Finish
     completion_tokens: int
     output_token_logprobs: list[tuple[float, int, str | None]]
-    weight_versions: list[_WireSpan]
+    weight_versions: list[LabelledSpan]
     # absent in answers to requests that never ran
     cached_tokens: int = 0
     num_retractions: int = 0
@@ -390,7 +384,7 @@ class EngineClient(HttpEngine):
             return Generation(
                 output_ids=output_ids,
                 logprobs=logprobs,
-                spans=tuple(Span(s.version, s.start, s.end) for s in meta.weight_versions if s.end != s.start),
+                spans=tuple(one for one in meta.weight_versions if one.end != one.start),
                 finish_reason=finish_reason,
                 cached_tokens=meta.cached_tokens,
                 num_retractions=meta.num_retractions,

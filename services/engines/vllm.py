@@ -41,8 +41,8 @@ from services.engines.protocol import (
     EngineUnavailable,
     FinishReason,
     Generation,
+    LabelledSpan,
     PauseMode,
-    Span,
 )
 from services.engines.vllm_metrics import load_in
 
@@ -83,17 +83,11 @@ class _Logprobs(msgspec.Struct):
     content: list[_TokenLogprob] | None = None
 
 
-class _WireSpan(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct):
     finish_reason: str
     token_ids: list[int]
     logprobs: _Logprobs
-    weight_versions: list[_WireSpan] | None = None
+    weight_versions: list[LabelledSpan] | None = None
     """Absent where nothing was sampled."""
 
 
@@ -234,7 +228,7 @@ class VllmClient(HttpEngine):
             )
         if min(scored, default=0.0) <= _NO_LOGPROB or tokens_problem([], scored, 1, None):
             raise EngineProtocolError(f"{self.url}: scores that are no log-probs")
-        return scored, spans[0].version
+        return scored, spans[0].label
 
     async def abort(self, rid: str) -> None:
         """Ends the request ``rid``; its own generate call returns the tokens sampled so far."""
@@ -417,7 +411,7 @@ class VllmClient(HttpEngine):
             return Generation(
                 output_ids=output_ids,
                 logprobs=logprobs,
-                spans=tuple(Span(s.version, s.start, s.end) for s in choice.weight_versions or () if s.end != s.start),
+                spans=tuple(one for one in choice.weight_versions or () if one.end != one.start),
                 finish_reason=self._read_finish(choice.finish_reason),
                 cached_tokens=(details.cached_tokens or 0) if details else 0,
                 rid=rid,

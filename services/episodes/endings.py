@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from gspo_core.messages import ToolSchema
-from services.engines.protocol import Span
 from services.episodes.policy import Sampled
 from services.episodes.reading import DAMAGED, is_readable
 
@@ -92,11 +91,5 @@ def first_call_end(
 
 def head(sampled: Sampled, length: int) -> Sampled:
     """The first ``length`` tokens, each with its own log-prob and version."""
-    generation = sampled.generation
-    if length >= len(generation.output_ids):
-        return sampled
-    spans = tuple(Span(one.label, min(one.start, length), min(one.end, length)) for one in generation.spans)
-    cut = replace(
-        generation, output_ids=generation.output_ids[:length], logprobs=generation.logprobs[:length], spans=spans
-    )
-    return replace(sampled, generation=cut)
+    spans = tuple(replace(one, end=min(one.end, length)) for one in sampled.spans if one.start < length)
+    return replace(sampled, ids=sampled.ids[:length], logprobs=sampled.logprobs[:length], spans=spans)

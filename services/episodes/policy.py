@@ -1,14 +1,15 @@
 """The policy as an episode sees it: something that samples, and names the version of every token.
 
-Rule: tokens of an unknown version never become an answer. Spans tile the tokens: the ``Generation`` checks that once,
-when it is built. This module holds the types only; `services.workers.engines` finds an engine and asks it.
+Rule: tokens of an unknown version never become an answer. What an engine calls its weights becomes a version of the job
+where its answer is checked, and nothing behind that knows labels. This module holds the types only;
+`services.workers.engines` finds an engine and asks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gspo_core.types import CacheMode
 from services.engines.protocol import Generation
@@ -27,16 +28,33 @@ class InvalidAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A generation of an engine, with its labels read as versions of the job."""
+class Span:
+    """Sampled tokens from ``start`` to ``end`` come from ``version``."""
 
-    generation: Generation
-    versions: Sequence[int]
-    """Of the generation's spans, in their order."""
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an engine answered and was checked."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: tuple[Span, ...]
+    """Tile ``ids`` in order, without gap or overlap."""
     engine_id: str
     cache_mode: CacheMode = CacheMode.FRESH
     held_s: float = 0.0
     """How long no engine could take the request; it does not count against the episode."""
+
+    @classmethod
+    def of(cls, generation: Generation, versions: Sequence[int], engine_id: str, **rest: Any) -> Sampled:
+        """``versions``: of the generation's spans, in their order."""
+        named = zip(generation.spans, versions, strict=True)
+        spans = tuple(Span(one.start, one.end, version) for one, version in named)
+        return cls(generation.output_ids, generation.logprobs, spans, engine_id, **rest)
 
 
 class Policy(Protocol):

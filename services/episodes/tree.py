@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gspo_core.token_ids import TokenIds
 from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, TurnReward
-from services.episodes.policy import Sampled
+from services.episodes.policy import Sampled, Span
 
 
 class LedgerConflict(Exception):
@@ -48,8 +48,8 @@ class TurnTokens:
     num_prompt: int
     """Tokens of the branch before the first sampled one."""
     sampled: array[int] = field(default_factory=lambda: array("i"))
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """The versions that sampled it, in order, each with the number of its tokens."""
+    spans: list[Span] = field(default_factory=list)
+    """Tile ``sampled``; neighbours may have one version."""
     num_begun: int = 0
     """Of the prompt's tokens, the last ones: they begin the answer, and the policy went on from them."""
     asked: Asked | None = None
@@ -150,11 +150,11 @@ class TokenTree:
         """Adds sampled tokens; returns the segments that hold them, one per version. The first carries ``spent``."""
         if not turn.is_tip:
             raise LedgerConflict(f"{self.key}: turn {turn.number} was continued already")
-        generation, cut = sampled.generation, []
-        for version, span in zip(sampled.versions, generation.spans, strict=True):
+        cut: list[Segment] = []
+        for span in sampled.spans:
             if span.end > span.start:
-                self._sample(turn, generation.output_ids[span.start : span.end], version, sampled.engine_id)
-                logprobs = generation.logprobs[span.start : span.end]
+                self._sample(turn, sampled.ids[span.start : span.end], span.version, sampled.engine_id)
+                logprobs = sampled.logprobs[span.start : span.end]
                 cut.append(self._cut(turn, logprobs, sampled.cache_mode, spent))
                 spent = None
         return cut
@@ -203,15 +203,15 @@ class TokenTree:
         return turn
 
     def _sample(self, turn: TurnTokens, action_ids: Sequence[int], version: int, engine_id: str) -> None:
+        turn.spans.append(Span(len(turn.sampled), len(turn.sampled) + len(action_ids), version))
         turn.branch.ids.extend(action_ids)
         turn.sampled.extend(action_ids)
-        turn.spans.append((version, len(action_ids)))
         turn.branch.last_engine = engine_id
         self.num_sampled += len(action_ids)
         self.versions.add(version)
 
     def _cut(self, turn: TurnTokens, logprobs: Sequence[float], cache_mode: CacheMode, spent: Spent | None) -> Segment:
-        branch, version, is_first = turn.branch, turn.spans[-1][0], len(turn.spans) == 1
+        branch, version, is_first = turn.branch, turn.spans[-1].version, len(turn.spans) == 1
         segment = self._segment(
             *(branch.number, turn.number, version, branch.last_engine, branch.ids.since(branch.num_sealed), logprobs),
             cache_mode=cache_mode,

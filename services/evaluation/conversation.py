@@ -85,7 +85,7 @@ class TokenConversation:
             )
         except EngineError as error:
             raise PolicyUnusable(f"the engine failed: {error}") from error
-        ledger.record(Sampled(generation, [0] * len(generation.spans), "local"))
+        ledger.record(Sampled.of(generation, [0] * len(generation.spans), "local"))
 
     def _sampling_seed(self) -> int:
         place = f"{self._seed}/{self._name}/{self._ledger.num_tokens}"

@@ -178,7 +178,7 @@ class EpisodeAttempt:
         counters.add_s("time/queue_s", sampled.held_s)
         timings.engine_s += engine_s
         timings.queue_s += sampled.held_s
-        num_sampled = len(sampled.generation.output_ids)
+        num_sampled = len(sampled.ids)
         counters.add("tokens/sampled", num_sampled)
         self._num_sampled_here += num_sampled
         with self._setting.spans.span("store", **{"gspo.tokens": num_sampled}):

@@ -489,7 +489,7 @@ class JobEngines:
         # Updated in place, tokens of a later version rest on keys and values of an earlier one.
         is_stale = self._in_place and any(span.label != key for span in generation.spans)
         mode = CacheMode.STALE if is_stale else CacheMode.FRESH
-        return Sampled(generation, versions, engine.url, mode, held_s)
+        return Sampled.of(generation, versions, engine.url, cache_mode=mode, held_s=held_s)
 
     def _version_of(self, text: str, url: str) -> int:
         """Raises InvalidAnswer for the label of anything but this job's weights."""

@@ -73,8 +73,8 @@ MUTANTS = {
     ),
     "an answer has the version of its last token": Mutant(
         "services/episodes/tree.py",
-        "for version, span in zip(sampled.versions, generation.spans, strict=True):",
-        "for version, span in zip([sampled.versions[-1]] * 2, generation.spans, strict=True):",
+        "for span in sampled.spans:",
+        "for span in (Span(one.start, one.end, sampled.spans[-1].version) for one in sampled.spans):",
         short("cut engine"),
     ),
     "a takeover forgets what was logged after the checkpoint": Mutant(

@@ -7,6 +7,7 @@ wherever it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
@@ -14,9 +15,10 @@ from gspo_core.messages import Message, ToolSchema
 from services.episodes.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
 from services.episodes.endings import before_stop_text
 from services.episodes.matching import PrefixMatch, TurnEntry
+from services.episodes.policy import Span
 from services.episodes.reading import Reading, read
 from services.episodes.tree import TokenTree
-from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, VersionSpan, call_id
+from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, call_id
 
 # So much of an answer, found in another conversation's first message, is no chance.
 MIN_QUOTED_CHARS = 24
@@ -138,12 +140,10 @@ def _is_joined(reading: Reading, text: str) -> bool:
     return bool(behind) and text.startswith(before) and text[len(before) :].strip() == behind
 
 
-def _spans(pieces: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+def _spans(pieces: Sequence[Span]) -> tuple[Span, ...]:
     """Neighbouring pieces of one version are one span."""
-    spans: list[VersionSpan] = []
-    end = 0
-    for version, length in pieces:
-        start = spans.pop().start if spans and spans[-1].version == version else end
-        end += length
-        spans.append(VersionSpan(start, end, version))
+    spans: list[Span] = []
+    for one in pieces:
+        is_same = bool(spans) and spans[-1].version == one.version
+        spans.append(replace(one, start=spans.pop().start) if is_same else one)
     return tuple(spans)

@@ -396,20 +396,20 @@ class AgentEpisode:
         return sampled
 
     async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
-        spent = self._meter.take() if sampled.generation.output_ids else None  # else with the next tokens
+        spent = self._meter.take() if sampled.ids else None  # else with the next tokens
         segments = self._tree.add(turn.tokens, sampled, spent)
-        self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
+        self._setting.counters.add("tokens/sampled", len(sampled.ids))
         part = self._part() if self._parts.has_new else None
         with self._meter.storing():
             await self._store(part, segments, self._note())
 
     def _as_asked(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
         """Without what is sampled behind the turn's end, where the request says that a call or a text is one."""
-        codec, tokens, found = self._setting.codec, turn.tokens, sampled.generation.output_ids
+        codec, tokens, found = self._setting.codec, turn.tokens, sampled.ids
         if turn.ask.single_call and (end := first_call_end(codec, tokens.said, found, turn.ask.tools)) is not None:
             self._end(turn)
             sampled = head(sampled, end)
-            found = sampled.generation.output_ids
+            found = sampled.ids
         ended = stop_text_end(codec, [*tokens.sampled, *found], turn.ask.stop, len(tokens.sampled))
         if ended is None:
             return sampled

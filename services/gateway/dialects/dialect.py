@@ -12,9 +12,10 @@ from typing import Protocol
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolCall
+from services.episodes.policy import Span
 from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
-from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, VersionSpan
+from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest
 
 # Fields of requests, in any dialect.
 HISTORIES = frozenset({"messages", "input", "contents"})
@@ -114,6 +115,6 @@ class StreamState:
         )
 
 
-def spans(versions: tuple[VersionSpan, ...]) -> JSON:
+def spans(versions: tuple[Span, ...]) -> JSON:
     """The versions of the policy that sampled an answer: a field that no dialect has, and every client keeps."""
     return [{"start": one.start, "end": one.end, "version": one.version} for one in versions]

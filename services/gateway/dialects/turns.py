@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias
 
 from gspo_core.messages import Message, ToolCall, ToolSchema
+from services.episodes.policy import Span
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -78,15 +79,6 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Sampled tokens from ``start`` to ``end`` come from ``version``."""
-
-    start: int
-    end: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """One whole turn of the policy."""
 
@@ -99,7 +91,7 @@ class Answer:
     """One for each call, unique in the episode."""
     finish: Finish
     usage: Usage
-    versions: tuple[VersionSpan, ...]
+    versions: tuple[Span, ...]
     created_at: int
     """Unix seconds."""
     reasoning: str = ""

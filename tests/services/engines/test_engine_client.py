@@ -19,7 +19,7 @@ from services.engines.protocol import (
     EngineRejected,
     EngineUnavailable,
     Generation,
-    Span,
+    LabelledSpan,
 )
 from services.engines.sglang import EngineClient
 from services.engines.sglang_versions import EngineProfile
@@ -64,7 +64,7 @@ async def test_a_correct_answer_is_read() -> None:
     generation = await generate_with(lambda body: None)
     assert generation.output_ids == [5, 6, 7]
     assert generation.logprobs == [-1.5, 0.0, -2.0]
-    assert generation.spans == (Span("j/0/1", 0, 1), Span("j/0/2", 1, 3))
+    assert generation.spans == (LabelledSpan("j/0/1", 0, 1), LabelledSpan("j/0/2", 1, 3))
     assert (generation.finish_reason, generation.cached_tokens, generation.num_retractions) == ("stop", 4, 1)
     assert len(generation.rid) == 32
     assert int(generation.rid, 16)

@@ -19,8 +19,8 @@ from services.engines.protocol import (
     EngineProtocolError,
     EngineUnavailable,
     Generation,
+    LabelledSpan,
     NoSuchKind,
-    Span,
     info_calls,
     info_within,
 )
@@ -49,7 +49,7 @@ class Parrot:
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, **_: object) -> Generation:
         ids = list(input_ids)[:max_new_tokens]
-        return Generation(ids, [-1.0] * len(ids), (Span(LABEL, 0, len(ids)),))
+        return Generation(ids, [-1.0] * len(ids), (LabelledSpan(LABEL, 0, len(ids)),))
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ async def test_a_worker_samples_with_another_kind_and_leaves_out_what_it_does_no
 @pytest.mark.parametrize("spans", [[], [(0, 1)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 4)], [(0, 3), (3, 1)]])
 def test_spans_that_do_not_tile_the_tokens_are_refused_whatever_the_kind(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(EngineProtocolError, match="spans"):
-        Generation([1, 2, 3], [-1.0] * 3, tuple(Span(LABEL, *span) for span in spans))
+        Generation([1, 2, 3], [-1.0] * 3, tuple(LabelledSpan(LABEL, *span) for span in spans))
 
 
 def test_a_log_prob_for_every_token() -> None:
     with pytest.raises(EngineProtocolError, match="3 sampled tokens with 2"):
-        Generation([1, 2, 3], [-1.0] * 2, (Span(LABEL, 0, 3),))
+        Generation([1, 2, 3], [-1.0] * 2, (LabelledSpan(LABEL, 0, 3),))

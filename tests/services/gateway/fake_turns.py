@@ -12,7 +12,8 @@ from starlette.middleware import Middleware
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall
-from services.gateway.dialects.turns import Answer, Finish, Piece, Refusal, RefusalKind, TurnRequest, Usage, VersionSpan
+from services.episodes.policy import Span
+from services.gateway.dialects.turns import Answer, Finish, Piece, Refusal, RefusalKind, TurnRequest, Usage
 from services.gateway.http.app import build_app
 from services.gateway.http.streams import Pace
 from services.process.http_server import serve_http
@@ -53,7 +54,7 @@ class Scripted:
             call_ids=tuple(f"call_{number}_{index}" for index in range(len(self.calls))),
             finish=self.finish or ("tool_calls" if self.calls else "stop"),
             usage=self.usage,
-            versions=(VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)),
+            versions=(Span(0, 2, 4), Span(2, 3, 5)),
             created_at=1_700_000_000 + number,
             reasoning=self.reasoning,
             stop_text=self.stop_text,

@@ -14,10 +14,11 @@ from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.matching import Rewritten
+from services.episodes.policy import Span
 from services.gateway.agent import budget
 from services.gateway.dialects.asks import parsed
 from services.gateway.dialects.sent import FieldValue
-from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice, VersionSpan
+from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, ToolChoice
 from services.state.fleet_records import WorkerRecord
 from tests.services.gateway.gateway_kit import (
     ADD,
@@ -214,7 +215,7 @@ async def test_versions_of_a_turn_are_told_as_spans(codec: HermesCodec) -> None:
     told = [span.version for span in answer.versions for _ in range(span.start, span.end)]
     assert told == versions
     assert len(set(versions)) > 1
-    assert answer.versions[0] == VersionSpan(0, answer.versions[0].end, versions[0])
+    assert answer.versions[0] == Span(0, answer.versions[0].end, versions[0])
 
 
 async def test_the_same_request_again_is_another_sample(codec: HermesCodec) -> None:

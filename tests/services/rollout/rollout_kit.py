@@ -24,10 +24,9 @@ from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.env import Environment, PlainEnvironment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Segment, Split
-from services.engines.protocol import Generation, Span
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
-from services.episodes.policy import Sampled
+from services.episodes.policy import Sampled, Span
 from services.rollout.attempt import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, LeasedEpisode
@@ -89,10 +88,8 @@ def answer_of(
     ids: Sequence[int], logprobs: Sequence[float], spans: Iterable[tuple[int, int, int]], engine: str, **rest: Any
 ) -> Sampled:
     """``spans`` are (version, start, end)."""
-    given = list(spans)
-    named = tuple(Span(f"job/1/{version}", start, end) for version, start, end in given)
-    versions = [version for version, _, _ in given]
-    return Sampled(Generation(list(ids), list(logprobs), named), versions, engine, **rest)
+    named = tuple(Span(start, end, version) for version, start, end in spans)
+    return Sampled(list(ids), list(logprobs), named, engine, **rest)
 
 
 @dataclass
@@ -125,7 +122,7 @@ class ScriptedPolicy:
         return self._piece(answer, max_new_tokens)
 
     def _piece(self, whole: Sampled, length: int) -> Sampled:
-        num_sampled = len(whole.generation.output_ids)
+        num_sampled = len(whole.ids)
         if num_sampled <= length:
             return whole
         self._rest = _slice(whole, length, num_sampled)
@@ -133,13 +130,12 @@ class ScriptedPolicy:
 
 
 def _slice(whole: Sampled, begin: int, end: int) -> Sampled:
-    generation = whole.generation
     spans = [
-        (version, max(span.start, begin) - begin, min(span.end, end) - begin)
-        for version, span in zip(whole.versions, generation.spans, strict=True)
+        (span.version, max(span.start, begin) - begin, min(span.end, end) - begin)
+        for span in whole.spans
         if span.start < end and span.end > begin
     ]
-    return answer_of(generation.output_ids[begin:end], generation.logprobs[begin:end], spans, whole.engine_id)
+    return answer_of(whole.ids[begin:end], whole.logprobs[begin:end], spans, whole.engine_id)
 
 
 class Counter:

@@ -210,7 +210,7 @@ async def test_a_request_goes_on_elsewhere_when_its_engine_dies(place: Place) ->
     place.add("other")
     dying.kill()
     answer = await call
-    assert (answer.engine_id, len(answer.generation.output_ids)) == ("http://other", 300)
+    assert (answer.engine_id, len(answer.ids)) == ("http://other", 300)
     assert worker.counters.snapshot()["engine/EngineUnavailable"] >= 1
 
 
@@ -241,7 +241,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(place
         "http://other"
     }
     answer = await call
-    assert (answer.engine_id, len(answer.generation.output_ids)) == ("http://leaving", 300)
+    assert (answer.engine_id, len(answer.ids)) == ("http://leaving", 300)
 
 
 async def test_an_id_that_the_model_does_not_have_is_neither_sent_nor_taken(place: Place) -> None:
@@ -333,7 +333,7 @@ async def test_no_request_goes_beyond_the_longest_sequence_that_an_engine_sample
     place.say(0, report=EngineReport(EngineState.READY, context_tokens=8))
     worker = place.worker()
     await worker.until_usable(1)
-    assert len((await worker.ask(20)).generation.output_ids) == 5
+    assert len((await worker.ask(20)).ids) == 5
 
     def one_more(prefer: str = "") -> Coroutine[Any, Any, Sampled]:
         ids = list(range(8))
