@@ -210,7 +210,9 @@ _decode_meta = {schema: msgspec.msgpack.Decoder(meta).decode for schema, meta in
 
 
 def encode(segment: Segment) -> bytes:
-    """The bytes of ``segment``."""
+    """The bytes of ``segment``: made once, since those that it was read from are these."""
+    if segment.encoded is not None:
+        return segment.encoded
     schema = _schema(segment)
     meta = _meta_bytes(segment, schema)
     counts = _COUNTS.pack(len(meta), segment.num_tokens, segment.num_actions, segment.logprob_sum)
@@ -263,6 +265,7 @@ def decode(data: bytes) -> Segment:
     # Written so that a NaN in the header fails too.
     if not abs(segment.logprob_sum - logprob_sum) <= _SUM_TOLERANCE * (1.0 + abs(segment.logprob_sum)):
         raise IntegrityMismatch(f"{segment.key}: log-probs sum to {segment.logprob_sum}, the header says {logprob_sum}")
+    vars(segment)["encoded"] = data
     return segment
 
 

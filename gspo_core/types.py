@@ -273,6 +273,8 @@ class Segment:
     """How many tokens the policy sampled. With ``logprob_sum`` it checks a segment end to end."""
     logprob_sum: float = field(init=False)
     """Sum of the behaviour log-probs in float64."""
+    encoded: bytes | None = field(default=None, init=False, repr=False, compare=False)
+    """The bytes that it was read from, where it was."""
 
     def __post_init__(self) -> None:
         for name in ("attempt", "branch", "index", "turn", "version"):

@@ -18,6 +18,7 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
 from gspo_core.log.settings import Tunable, Tuning
 from gspo_core.objective_config import AdvantageConfig
+from gspo_core.spec import JobSpec
 
 
 class StepLearner(Tunable, Protocol):
@@ -34,10 +35,17 @@ def train_again(learner: StepLearner, lineage: Lineage, batch: LoggedBatch, tuni
     """
     require_whole(batch)
     tuning.recall(learner, batch.extra.get("settings", {}))
-    train = logged_sequences(batch, tuning.spec.objective.advantage)
-    metrics = data_metrics(train, batch.groups, tuning.spec.rollout.staleness_cap) | learner.step(train.sequences)
+    _, metrics = train_on(learner, batch, tuning.spec)
     settle(lineage, batch)
     return metrics | {"settings/version": float(tuning.version)}
+
+
+def train_on(learner: StepLearner, batch: LoggedBatch, spec: JobSpec) -> tuple[TrainBatch, dict[str, float]]:
+    """Take the step of ``batch`` with the settings that the learner has: the one way in which a step is trained, for
+    the first time or again. Returns its input, and what it reports. Raises ErasedStep."""
+    train = logged_sequences(batch, spec.objective.advantage)
+    metrics = data_metrics(train, batch.groups, spec.rollout.staleness_cap)
+    return train, metrics | learner.step(train.sequences)
 
 
 def logged_sequences(batch: LoggedBatch, config: AdvantageConfig) -> TrainBatch:
@@ -46,7 +54,8 @@ def logged_sequences(batch: LoggedBatch, config: AdvantageConfig) -> TrainBatch:
     ages = batch.extra["staleness"]
 
     def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-        return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
+        found, places = np.unique(versions, return_inverse=True)
+        return np.array([ages[str(version)] for version in found.tolist()], dtype=np.int32)[places]
 
     late, cap = batch.extra.get("late", ()), batch.extra.get("late_cap", 0)
     keep_groups = batch.extra.get("dealing") == "groups"

@@ -26,8 +26,8 @@ from gspo_core.learner import check_state, computing
 from gspo_core.live_settings import tuned
 from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.log.lineage import Lineage
-from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
-from gspo_core.log.steps import logged_sequences, settle
+from gspo_core.log.sequences import TrainBatch
+from gspo_core.log.steps import logged_sequences, settle, train_on
 from gspo_core.objective import Alarm
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
@@ -212,8 +212,9 @@ class JobRun:
             self._context.tuning,
             self._services.clock,
         )
-        started, batch = clock(), logged_sequences(logged, self._spec.objective.advantage)
-        if not batch.sequences:  # before it is logged: nobody could train the log again
+        started = clock()
+        if not logged_sequences(logged, self._spec.objective.advantage).sequences:
+            # Before it is logged: nobody could train the log again.
             raise JobFailure(
                 "all_rewards_equal",
                 f"nothing of the batch that it is fed for step {logged.step} is trained: the rewards of each group are "
@@ -223,8 +224,7 @@ class JobRun:
         await self._disk.write(
             f"the batch of step {logged.step}", log.write, epoch, logged.step, list(logged.groups), extra
         )
-        metrics = data_metrics(batch, logged.groups, self._spec.rollout.staleness_cap)
-        metrics |= await asyncio.to_thread(learner.step, batch.sequences)
+        batch, metrics = await asyncio.to_thread(train_on, learner, logged, self._spec)
         settle(self._lineage, logged)
         self._lineage.num_published -= len(logged.groups)  # counted when they are
         metrics |= {"time/train_s": clock() - started, "settings/version": float(tuning.version)}
@@ -370,19 +370,16 @@ class JobRun:
         """Take one step; return False if something else came before a batch was ready."""
         clock = self._services.clock
         started = clock()
-        groups = await self._batches.batch(learner, self._context.held)
-        if groups is None:
+        logged = await self._batches.batch(learner, self._context.held)
+        if logged is None:
             return False
         taken = clock()
-        cap, any_age = self._spec.rollout.staleness_cap, self._batches.any_age
-        advantage = self._spec.objective.advantage
-        batch = train_batch(groups, self._staleness.of, advantage, any_age, cap, keep_groups=True)
-        metrics = data_metrics(batch, groups, cap)
-        metrics |= self._batches.take_metrics()
-        metrics |= await asyncio.to_thread(learner.step, batch.sequences)
+        chosen = self._batches.take_metrics()
+        batch, metrics = await asyncio.to_thread(train_on, learner, logged, self._spec)
+        metrics |= chosen
         trained = clock()
         self._lineage.step += 1
-        self._num_unpublished += len(groups)
+        self._num_unpublished += len(logged.groups)
         await self._log_trained(batch, learner.trained_logprobs)
         await self._name_weights(learner)
         weights = await asyncio.to_thread(learner.copy_weights)
@@ -400,7 +397,7 @@ class JobRun:
         }
         self._stopping.note(self._lineage.step, metrics)
         report = StepReport(self._lineage.step, self._context.held.version, self._claim.epoch, metrics)
-        await self._publishing.start(self._publish_step(weights, report, len(groups), learner.alarms))
+        await self._publishing.start(self._publish_step(weights, report, len(logged.groups), learner.alarms))
         return True
 
     async def _log_trained(self, batch: TrainBatch, logprobs: Sequence[NDArray[np.float32]]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from gspo_core.learner import computing
-from gspo_core.log.batches import BatchExtra
+from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.types import Group, Split, StopReason
 from services.state.queue_records import DropReason, GroupEnd
 from services.trainer.fleet.parity import LabelledWeights, ParityGate, ScoringLearner
@@ -61,15 +61,13 @@ class BatchSelection:
         """Groups dropped since the last batch, by reason."""
         self._num_dropped: dict[str, float] = {}
         """The counts by reason that went into the last logged batch, and what it says of late rewards."""
-        self.any_age: list[int] = []
-        """Groups of the last batch whose tokens are trained whatever their age."""
 
     def take_metrics(self) -> dict[str, float]:
         """Return selection-bias metrics since the last call, with the drop counts of the last batch."""
         return self._selection_bias.take_metrics() | self._num_dropped
 
-    async def batch(self, learner: ScoringLearner, held: LabelledWeights) -> list[Group] | None:
-        """Return the next groups to train, logged and committed, or None if something else comes first."""
+    async def batch(self, learner: ScoringLearner, held: LabelledWeights) -> LoggedBatch | None:
+        """Return the next batch to train, logged and committed, or None if something else comes first."""
         while (chosen := await self._choose(learner, held)) is not None:
             members = {group.group: [one.key.member for one in group] for group in chosen}
             if await self._bus.seal(self._context.job, self._context.token, members):
@@ -87,9 +85,8 @@ class BatchSelection:
             "computed": computing(self._tuning.spec),
             "dealing": "groups",
         }
-        self.any_age = self._trained_at_any_age(numbers)
-        if self.any_age:
-            extra["late"], extra["late_cap"] = self.any_age, self._tuning.spec.rollout.staleness_cap
+        if late := self._trained_at_any_age(numbers):
+            extra["late"], extra["late_cap"] = late, self._tuning.spec.rollout.staleness_cap
         num_late = len(self._intake.waited.intersection(numbers))
         epoch, log = self._context.claim.epoch, self._context.services.batch_log
         await self._context.disk.write(f"the batch of step {step}", log.write, epoch, step, chosen, extra)
@@ -103,7 +100,7 @@ class BatchSelection:
         self._dropped_in_a_row.clear()
         self._unrewarded.clear()
         self._num_too_old = 0
-        return chosen
+        return LoggedBatch(epoch, step, tuple(chosen), extra)
 
     async def _choose(self, learner: ScoringLearner, held: LabelledWeights) -> list[Group] | None:
         spec, intake, lineage, services = self._tuning.spec, self._intake, self._lineage, self._context.services

@@ -86,5 +86,5 @@ class Stage:
 
     async def take(self) -> list[Group]:
         async with asyncio.timeout(DEADLINE_S):
-            groups: list[Group] = await self.run._batches.batch(None, self.run._context.held)
-        return groups
+            batch = await self.run._batches.batch(None, self.run._context.held)
+        return list(batch.groups)
