@@ -171,7 +171,7 @@ play-harnesses: $(STAMP) harnesses $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokeni
 play-harnesses-real: $(STAMP) harnesses $(AGENTS)/ready $(AGENTS)/mini-swe-agent/ready $(QWEN)/tokenizer.json  ## the same and the packages, on the whole stack with a model that samples and is trained; what was found is kept
 	$(BIN)/python -m tests.play.real --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
-play-requirements: $(STAMP) $(QWEN)/tokenizer.json  ## what is required of the gateway, each by a figure, on the whole stack (ten minutes); SEED=N plays it again, what was found is kept
+play-requirements: $(STAMP) $(QWEN)/tokenizer.json  ## what is required of the gateway, each by a figure, on the whole stack (five minutes); SEED=N plays it again, what was found is kept
 	$(BIN)/python -m tests.play.requirements --record $(if $(SEED),--seed $(SEED)) $(PLAY_FLAGS)
 
 play-mutants: $(STAMP) $(QWEN)/tokenizer.json  ## known ways to build the gateway wrongly: each is noticed by a short play (ten minutes)

@@ -34,6 +34,8 @@ from tests.core.learner_support import (
 )
 
 _TIMEOUT_S = 600
+# The launcher says 2,000 behind the words of the rank that failed first, and the others' may stand between.
+_MOST_CHARS = 20_000
 
 
 def arranged(num_ranks: int, **options: Any) -> Callable[[Place], str]:
@@ -62,7 +64,7 @@ def _launch(folder: Path, num_ranks: int, device: str, options: dict[str, Any]) 
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=_TIMEOUT_S)
     if done.returncode:
-        raise Differs(f"the ranks ended with {done.returncode}: {done.stderr.strip()[-3000:]}")
+        raise Differs(f"the ranks ended with {done.returncode}: {done.stderr.strip()[-_MOST_CHARS:]}")
 
 
 def rank(folder: Path, device: str, options: dict[str, Any]) -> None:

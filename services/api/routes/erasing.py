@@ -202,7 +202,8 @@ def _stays(job: JobRecord, steps: Sequence[int], *, is_queued: bool) -> list[str
         stays.insert(0, f"the weights since step {min(steps)}, and all that was trained from them: they cannot forget")
     if is_queued:
         stays.append(
-            "in Redis: short segments in its memory, until those beside them are trained, and its append-only file"
+            "in Redis: short segments in its memory and its append-only file, until those beside them are trained, and "
+            "longer ones in that file until its next rewrite"
         )
     if not job.status.is_terminal:
         stays.append("turns whose first tokens are not stored yet: they are nobody's until then; ask again")

@@ -89,7 +89,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="a folder where all that the run leaves is kept")
     parser.add_argument("--record", action="store_true", help="what is found is kept in benchmarks/results")
     parser.add_argument("names", nargs="*", choices=[*PLAYS, []], help="left out: all")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.record and given.names:
+        parser.error("the page has all plays: name none with --record")
+    return given
 
 
 if __name__ == "__main__":

@@ -222,6 +222,7 @@ class _Doors:
         figure.count("talk keys revoked")
         figure.count("requests that were begun behind a revocation, and answered", late(asked, revoked))
         figure.largest(TO_REFUSAL, last.ended - revoked)
+        figure.expect(not late(asked, revoked), "a request that was begun behind a revocation is answered")
         figure.expect(last.status == FORBIDDEN, f"a revoked key is answered {last.status}")
         is_in_time = last.ended - revoked <= REVOKED_S
         figure.expect(is_in_time, f"a key was refused {last.ended - revoked:.1f} s after its revocation")

@@ -66,7 +66,7 @@ def fields(place: Place) -> Figure:
     told = figure.told
     figure.held = (
         f"of {told('requests')} requests {told('something else')} had another end than these "
-        f"three, and {told('passed over')} were answered in silence"
+        f"three, and {told('passed over')} fields that are not acted on were passed over unsaid"
     )
     return figure
 

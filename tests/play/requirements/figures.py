@@ -20,10 +20,10 @@ MOST_FAULTS = 40
 """Different ones that are kept of a figure."""
 MOST_CHARS = 400
 ELSEWHERE = {
-    1: "harnesses.md",
-    5: "gateway_load.md",
-    6: "agents_kills.md",
-    7: "late_rewards.md",
+    1: ("harnesses.md",),
+    5: ("gateway_load.md", "gateway.md"),
+    6: ("agents_kills.md",),
+    7: ("late_rewards.md",),
 }
 """Of the ten requirements: the pages of those that are shown by other runs."""
 
@@ -90,7 +90,8 @@ Other runs show the requirements {elsewhere}.
 
 
 def page(run: Mapping[str, Any]) -> str:
-    elsewhere = ", ".join(f"{number} ([{name}]({name}))" for number, name in ELSEWHERE.items())
+    links = {number: ", ".join(f"[{name}]({name})" for name in names) for number, names in ELSEWHERE.items()}
+    elsewhere = ", ".join(f"{number} ({told})" for number, told in links.items())
     lines = [
         HEAD.format(elsewhere=elsewhere),
         f"Seed {run['seed']}, commit {run['commit']}, {run['date']}; Python {run['python']}, {run['cores']} cores "

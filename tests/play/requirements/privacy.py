@@ -96,7 +96,7 @@ def privacy(place: Place) -> Figure:
     told = figure.told
     figure.held = (
         f"{told('redacted texts found')} hits of {told('texts to be redacted')} redacted texts; "
-        f"{told('erased texts found')} of {told('texts erased')} erased texts in Redis, files "
+        f"{told('erased texts found')} of {told('texts erased')} erased texts in what Redis answers, in files "
         f"and logs, and {told('erased texts in Redis own files')} in Redis' own files behind their rewrite; "
         f"{told('keys in logs and files')} keys in logs and files"
     )

@@ -136,6 +136,8 @@ async def test_an_episode_is_erased_and_its_step_is_still_counted(
     assert [one["is_erased"] for one in group["episodes"]] == [False, True, False, False]
     again = await http.delete(address)
     assert (again.status_code, again.json()["erased"]) == (200, [])
+    lines = (await http.get(f"/v1/jobs/{job.id}/episodes.jsonl")).text.splitlines()
+    assert sum(json.loads(line)["is_erased"] for line in lines) == 1
 
 
 async def test_a_user_is_erased_in_every_step(
@@ -315,6 +317,8 @@ def age(tmp_path: Path, job: RecordedJob, days: Mapping[int, float]) -> None:
 async def steps_left(http: httpx.AsyncClient, job: RecordedJob) -> set[int]:
     shown = (await read(http, f"/v1/jobs/{job.id}/episodes?limit=100"))["data"]
     found = [await http.get(f"/v1/episodes/{one['id']}") for one in shown]
+    gone = [one for one in found if one.status_code != 200]
+    assert {(one.status_code, one.json()["error"]["code"]) for one in gone} <= {(404, "episode_erased")}
     return {one.json()["step"] for one in found if one.status_code == 200}
 
 

@@ -131,3 +131,20 @@ def test_counts_and_what_is_missing_are_shown_as_before(modules: Path) -> None:
         return [number(0.3, 0), number(7, 0), number(0.04, 1), number(null), fixed(undefined)];
     """
     assert answer(modules, script) == ["0", "7", "0", "–", "–"]
+
+
+DETAILS = """
+    const asked = [];
+    globalThis.fetch = async (path) => (asked.push(path), { ok: true, json: async () => ({ turns: ["said"] }) });
+    const { detail } = await load("pages/group.js");
+    return [await Promise.all(given.map((one) => detail(one))), asked];
+"""
+
+
+def test_a_group_is_shown_though_an_episode_of_it_was_erased(modules: Path) -> None:
+    """Which is answered with 404, and one that is refused would take the page with it."""
+    members = [{"id": f"job/4/{number}", "reward": 1.0, "is_erased": number == 1} for number in range(3)]
+    shown, asked = answer(modules, DETAILS, members)
+    assert asked == ["/v1/episodes/job/4/0", "/v1/episodes/job/4/2"]
+    assert shown[1] == members[1] | {"turns": []}
+    assert [one["turns"] for one in shown] == [["said"], [], ["said"]]

@@ -22,6 +22,7 @@ const FAILURES = {
   no_answer: ["The rollout worker has not answered", "It may be busy or may have died on the way. Trying again asks another one."],
   environment_invalid: ["The environment could not do this", "Its author has to change it, or another task or other turns have to be tried."],
   redis_unavailable: ["Redis is unavailable", "The page goes on by itself when it is back."],
+  episode_erased: ["This episode was erased", "Nothing that was read or said in it is kept. Press u for its group, which shows what it counted for."],
   redis_busy: ["Redis is busy", "The page goes on by itself when its script has ended."],
   redis_full: ["Redis is full", "Running jobs free memory. If that is not enough, whoever runs the service has to make room."],
   redis_read_only: ["Redis takes no writes", "It is a replica. After a failover the page goes on by itself."],

@@ -20,12 +20,15 @@ export async function groupPage({ root, signal, parameters: [job, number_], titl
   await live(1500, signal, fail, async () => {
     if (done) return;
     const found = await get(`/v1/groups/${job}/${group}`, signal);
-    const details = await Promise.all(found.episodes.slice(0, MOST_MEMBERS).map((one) => get(`/v1/episodes/${one.id}`, signal)));
+    const details = await Promise.all(found.episodes.slice(0, MOST_MEMBERS).map((one) => detail(one, signal)));
     if (signal.aborted) return;
     done = found.status === "trained";
     draw(root, found, details);
   });
 }
+
+/** Of one that was erased its group has all that is left. */
+export const detail = (episode, signal) => (episode.is_erased ? { ...episode, turns: [] } : get(`/v1/episodes/${episode.id}`, signal));
 
 function draw(root, group, episodes) {
   const kept = root.querySelector(".members")?.scrollLeft || 0;
@@ -61,6 +64,11 @@ function member(episode, task) {
       episode.stop_reason ? h("span", { class: `pill plain ${isFailure(episode.stop_reason) ? "bad" : ""}` }, words(episode.stop_reason)) : pill(episode.status)),
     h("div", { class: "spread" }, h("span", { class: `score ${episode.reward > 0 ? "good" : episode.reward === null ? "faint" : "bad"}` }, episode.reward === null ? "–" : number(episode.reward)),
       advantage !== null && h("span", { class: "small muted", title: "Compared with its group, as the trainer saw it" }, `advantage ${advantage > 0 ? "+" : ""}${fixed(advantage)}`)),
-    turns.length ? turns : h("p", { class: "muted small" }, episode.status === "queued" ? "Waits for a rollout worker." : "Nothing has been sampled yet."),
+    turns.length ? turns : h("p", { class: "muted small" }, nothing(episode)),
     h("div", { class: "small muted" }, `${number(episode.num_actions ?? 0)} tokens · versions ${episode.versions.join(", ") || "–"}`));
+}
+
+function nothing(episode) {
+  if (episode.is_erased) return "What was read and said was erased.";
+  return episode.status === "queued" ? "Waits for a rollout worker." : "Nothing has been sampled yet.";
 }
