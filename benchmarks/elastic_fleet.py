@@ -24,7 +24,7 @@ import httpx
 
 from benchmarks.engine_watch import Client, write_model
 from services.engines.protocol import info_calls
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.engine_beats import ANSWER_S, EngineBeats

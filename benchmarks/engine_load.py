@@ -23,7 +23,7 @@ import httpx
 
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Retrier
 from services.workers.engine_watch import InFlightLimit

@@ -27,7 +27,7 @@ import httpx
 
 from services.engines.protocol import info_calls
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.engine_beats import ANSWER_S, Ask, EngineBeats

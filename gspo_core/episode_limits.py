@@ -103,6 +103,19 @@ def _text(text: str, most_chars: int) -> str:
     return f"{text[:head]}\n[... {len(text) - most_chars} characters left out ...]\n{text[len(text) - tail :]}"
 
 
+def limit_met(
+    limits: EpisodeLimits, sampled: array[int], num_tokens: int, most_tokens: int, own_s: float = 0.0
+) -> StopReason | None:
+    """The limit that ends a turn of so many ``sampled`` tokens, ``num_tokens`` and all before it. ``own_s``: the time
+    that counts against the episode."""
+    if own_s > limits.episode_timeout_s:
+        return StopReason.EPISODE_TIMEOUT
+    circle = limits.max_repetition_tokens
+    if circle is not None and goes_in_circles(sampled, circle):
+        return StopReason.REPETITION
+    return StopReason.CONTEXT_OVERFLOW if num_tokens >= most_tokens else None
+
+
 def goes_in_circles(sampled: array[int], num_tokens: int) -> bool:
     """Whether the last ``num_tokens`` are repetitions of one piece."""
     if len(sampled) < num_tokens:

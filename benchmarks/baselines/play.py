@@ -21,7 +21,7 @@ from gspo_core.env import Environment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Segment, Split
 from services.engine.sampling import request_seed
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled, Span
 from services.episodes.tree import Ledger

@@ -21,7 +21,7 @@ from gspo_core.environment_contract import IMAGES, EnvironmentFailed, Start
 from gspo_core.episode_limits import TurnTally, within
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 from gspo_core.types import Segment, StopReason
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.tree import Ledger
 
 # Of a snapshot.

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from gspo_core.chat import ChatCodec
 from gspo_core.environment_contract import Start
-from gspo_core.episode_limits import goes_in_circles
+from gspo_core.episode_limits import limit_met
 from gspo_core.evaluation.policy import PolicyUnusable, Turn
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, StopReason
 from services.engines.protocol import EngineError, Sampling
-from services.episodes.counters import Counters
 from services.episodes.history import Conversation
+from services.episodes.metering import Counters
 from services.episodes.policy import Sampled
 from services.episodes.tree import Ledger
 
@@ -64,12 +64,9 @@ class TokenConversation:
         return self._history.read(turn.parsed, messages)
 
     def _exhausted(self, max_tokens: int) -> StopReason | None:
-        sampled, circle = self._ledger.open.sampled, self._limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(sampled, circle):
-            return StopReason.REPETITION
-        if self._ledger.num_tokens >= self._max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        return StopReason.MAX_TOKENS if len(sampled) >= max_tokens else None
+        sampled = self._ledger.open.sampled
+        met = limit_met(self._limits, sampled, self._ledger.num_tokens, self._max_context_tokens)
+        return met or (StopReason.MAX_TOKENS if len(sampled) >= max_tokens else None)
 
     async def _sample_chunk(self, max_tokens: int) -> None:
         sampler, ledger = self._sampler, self._ledger

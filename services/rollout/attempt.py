@@ -9,21 +9,21 @@ the recorded tokens. This module never decides to try again.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from gspo_core.environment_contract import EnvironmentFailed, Session, Witness
-from gspo_core.episode_limits import TurnTally, goes_in_circles
-from gspo_core.invariants import InvalidValue
+from gspo_core.environment_contract import Session, Witness
+from gspo_core.episode_limits import TurnTally, limit_met
 from gspo_core.types import NOTHING, Evidence, Outcome, Segment, StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.history import Conversation, WorldSnapshot, WorldSnapshotNotKept, num_finished_turns
+from services.episodes.metering import Timings
 from services.episodes.policy import Drained, Interrupted
 from services.episodes.tree import Ledger, LedgerConflict
 from services.hosts.session import HostedSession
 from services.state.queue import Snapshot
+from services.workers.ending import in_order, measures, outcome_of, with_length, without_asking
 from services.workers.setting import (
     EpisodeSetting,
     EpisodeSpec,
@@ -31,11 +31,7 @@ from services.workers.setting import (
     ResumeState,
     Rewind,
     StartOver,
-    in_order,
-    with_length,
-    without_asking,
 )
-from services.workers.timings import Timings
 
 T = TypeVar("T")
 
@@ -129,14 +125,10 @@ class EpisodeAttempt:
         """Why nothing more may be sampled. This is also where an episode leaves a worker that is shutting down."""
         if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
-        if self._timings.own_s > self._order.limits.episode_timeout_s:
-            return StopReason.EPISODE_TIMEOUT
-        circle = self._order.limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(self._ledger.open.sampled, circle):
-            return StopReason.REPETITION
-        if self._ledger.num_tokens >= self._order.max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        return StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None
+        order, ledger = self._order, self._ledger
+        given = ledger.open.sampled, ledger.num_tokens, order.max_context_tokens, self._timings.own_s
+        met = limit_met(order.limits, *given)
+        return met or (StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None)
 
     @property
     def _can_go_on_elsewhere(self) -> bool:
@@ -241,10 +233,7 @@ class EpisodeAttempt:
 
     async def _conclude(self, stop: StopReason) -> Outcome:
         reward, parts = await self._score(stop)
-        try:
-            return Outcome(stop, reward, parts, self._metrics(), self._evidence)
-        except InvalidValue as error:
-            raise EnvironmentFailed("score", str(error)) from error
+        return outcome_of(stop, reward, parts, self._metrics(), self._evidence)
 
     async def _score(self, stop: StopReason) -> tuple[float, Mapping[str, float]]:
         known = without_asking(self._order, stop)
@@ -261,20 +250,16 @@ class EpisodeAttempt:
         return self._order.told_of(self._session.evidence if isinstance(self._session, Witness) else NOTHING)
 
     def _metrics(self) -> dict[str, float]:
-        ledger = self._ledger
-        author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
-        return author | {
-            "turns": self._history.num_turns,
-            "tool_calls": self._tally.num_calls,
-            "parse_errors": self._tally.num_parse_errors,
-            "forks": ledger.num_forks,
-            "tokens_sampled": ledger.num_sampled,
-            "versions": len(ledger.versions),
-            "model_s": self._timings.engine_s,
-            "env_s": self._timings.env_s,
-            "queue_s": self._timings.queue_s,
-            **({} if ledger.turns else self._overflow()),
-        }
+        told = measures(
+            self._ledger,
+            self._timings,
+            self._session.metrics,
+            turns=self._history.num_turns,
+            tool_calls=self._tally.num_calls,
+            parse_errors=self._tally.num_parse_errors,
+            forks=self._ledger.num_forks,
+        )
+        return told if self._ledger.turns else told | self._overflow()
 
     def _overflow(self) -> dict[str, float]:
         """Why nothing could be sampled: the trainer tells the job's owner."""
@@ -323,7 +308,7 @@ class EnvironmentDriver:
         self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int, record: Sequence[Segment]
     ) -> GoOn | Rewind | StartOver:
         environment, stop_ids = order.environment, setting.codec.stop_ids
-        kept = await _kept(setting, order, attempt) if environment.has_snapshot else None
+        kept = await setting.kept(order.key, attempt) if environment.has_snapshot else None
         world = None if kept is None else WorldSnapshot.decode(kept.data)
         if kept is not None and world is not None:
             if world.stands_at(record, stop_ids):
@@ -340,8 +325,3 @@ class EnvironmentDriver:
 
     async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         return False
-
-
-async def _kept(setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> Snapshot | None:
-    kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
-    return kept if kept is not None and kept.attempt == attempt else None

@@ -27,7 +27,7 @@ from services.engines.protocol import (
     NoSuchKind,
     info_within,
 )
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
 from services.process.cancelling import first_to_end
 from services.process.telemetry import get_logger

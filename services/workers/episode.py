@@ -18,6 +18,7 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.environment_contract import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.engines.protocol import EngineRejected
+from services.episodes.metering import Timings
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted
 from services.episodes.tree import Ledger, LedgerConflict
@@ -34,7 +35,6 @@ from services.workers.setting import (
     ResumeState,
     Rewind,
 )
-from services.workers.timings import Timings
 
 # How often an episode may lose its environment without a culprit before that counts as a failure too.
 MAX_UNCHARGED = 8

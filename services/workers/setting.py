@@ -1,7 +1,7 @@
-"""The setting that the episodes of one job share, and the order for one of them, with what it says of the reward.
+"""The setting that the episodes of one job share, and the order for one of them.
 
 Rule: all of it comes from outside (clock and queue included) and is fixed before an episode starts, so that it can be
-played anywhere. What the order says of the reward (none is asked for, a penalty for the length) is only worked out.
+played anywhere.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from typing import Literal, Protocol
 from gspo_core.chat import ChatCodec
 from gspo_core.codec import EVIDENCE_SCHEMA
 from gspo_core.environment_contract import Environment, Session
-from gspo_core.episode_limits import settled_reward
 from gspo_core.evidence import of_environment
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split, StopReason, TurnReward
-from services.episodes.counters import Counters
+from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split, StopReason
+from services.episodes.metering import Counters, Timings
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
 from services.process.tracing import NoSpans, Spans
 from services.state.queue import Append, LeasedEpisode, Snapshot
 from services.state.retry import Retrier
 from services.workers.quarantine import Quarantine
-from services.workers.timings import Timings
 
 
 class EpisodeRecords(Protocol):
@@ -162,6 +160,11 @@ class EpisodeSetting:
     spans: Spans = field(default_factory=NoSpans)
     """Traces the episode."""
 
+    async def kept(self, key: EpisodeKey, attempt: int) -> Snapshot | None:
+        """What is kept beside the segments of this attempt."""
+        kept = await self.retrier.keep_trying(self.records.read_snapshot, key)
+        return kept if kept is not None and kept.attempt == attempt else None
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
@@ -271,29 +274,3 @@ def episode_seed(job_seed: int, group: int) -> int:
     """31 bits, the same on every worker and in every attempt."""
     digest = hashlib.blake2b(f"{job_seed}/{group}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def without_asking(order: EpisodeSpec, stop: StopReason) -> float | None:
-    """The reward, if it does not depend on the environment's score; otherwise None."""
-    return settled_reward(stop, on_truncation=order.limits.on_truncation, broken_reward=order.broken_reward)
-
-
-def in_order(by_turn: Mapping[int, float]) -> tuple[TurnReward, ...]:
-    """What turns were paid, as the last segment names it."""
-    return tuple(TurnReward(turn, reward) for turn, reward in sorted(by_turn.items()))
-
-
-def with_length(
-    order: EpisodeSpec, reward: float, parts: dict[str, float], num_sampled: int
-) -> tuple[float, dict[str, float]]:
-    """``reward`` and its parts, less the cost of the last tokens before the limit."""
-    cost = cost_of_length(order, num_sampled)
-    return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
-
-
-def cost_of_length(order: EpisodeSpec, num_sampled: int) -> float:
-    limits = order.limits
-    if limits.overlong_tokens is None or order.lease.split is not Split.TRAIN:
-        return 0.0
-    over = num_sampled - (limits.max_episode_tokens - limits.overlong_tokens)
-    return min(1.0, max(0.0, over / limits.overlong_tokens))

@@ -23,7 +23,7 @@ from typing import Any
 
 from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
 from services.process.cancelling import cancel_all, unless_set
 from services.process.lifecycle import tell_of_root

@@ -24,8 +24,8 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.env import EnvironmentFailed, Llm, Start
 from gspo_core.types import EpisodeKey, Segment, Split
-from services.episodes.counters import Counters
 from services.episodes.keys import Keys
+from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
 from services.gateway.agent.attempt import AgentDriver
 from services.gateway.agent.door import EpisodeRouter

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from gspo_core.environment_contract import NO_REWARD, AgentSession, EnvironmentFailed, Llm, Session, Witness
 from gspo_core.evidence import MAX_WHY_CHARS, TASK, both, gathered
-from gspo_core.invariants import InvalidValue
 from gspo_core.types import NOTHING, Evidence, Outcome, Repeated, Segment, StopReason
+from services.episodes.metering import Meter, Timings
 from services.episodes.policy import Drained
 from services.episodes.snapshots import TreeSnapshot
 from services.episodes.tree import LedgerConflict, TokenTree
@@ -24,12 +23,12 @@ from services.gateway.agent.door import EpisodeRouter
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.judging import JudgedAgent, Judges
 from services.gateway.agent.late import EndedEpisode
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.played import PlayedSession
 from services.gateway.agent.pulled import LoanBoard, PulledAgent, has_agent
 from services.hosts.session import SessionLost
 from services.process.telemetry import get_logger
 from services.state.client import RedisFault
+from services.workers.ending import cost_of_length, in_order, measures, outcome_of, with_length, without_asking
 from services.workers.setting import (
     AwaitsReward,
     EpisodeSetting,
@@ -38,12 +37,7 @@ from services.workers.setting import (
     ResumeState,
     Rewind,
     StartOver,
-    cost_of_length,
-    in_order,
-    with_length,
-    without_asking,
 )
-from services.workers.timings import Timings
 
 # How often an agent's time is looked at while something is sampled for it, which may be waiting for an engine.
 LOOK_S = 1.0
@@ -85,9 +79,8 @@ class AgentDriver:
         is_gone = order.agent_pulls and not await has_agent(self.board, setting, order.key, attempt)
         if is_gone or not may_go_on(order):
             return StartOver("episodes/restarted")
-        kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
-        tree = None
-        if kept is None or kept.attempt != attempt:
+        kept, tree = await setting.kept(order.key, attempt), None
+        if kept is None:
             tree = None if record else TreeSnapshot([], [])  # it was started, or will be, and has asked for nothing
         else:
             tree = TreeSnapshot.together([kept.data, *kept.parts])
@@ -97,8 +90,7 @@ class AgentDriver:
 
     async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         """A reward, or the agent's end, may have been told before any turn."""
-        kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
-        return kept is not None and kept.attempt == attempt
+        return await setting.kept(order.key, attempt) is not None
 
 
 def may_go_on(order: EpisodeSpec) -> bool:
@@ -216,10 +208,7 @@ class AgentAttempt:
                 if error.reason != NO_REWARD or self._order.reward_deadline_s is None:
                     raise
                 return self._awaiting(stop, self._order.reward_deadline_s, await self._evidence())
-        try:
-            outcome = Outcome(stop, reward, parts, self._metrics(), await self._evidence())
-        except InvalidValue as error:
-            raise EnvironmentFailed("score", str(error)) from error
+        outcome = outcome_of(stop, reward, parts, self._metrics(), await self._evidence())
         await self._remember_rewards()
         return outcome
 
@@ -309,22 +298,18 @@ class AgentAttempt:
         return self._episode.history.had(paid=self._episode.rewards.by_turn())
 
     def _metrics(self) -> dict[str, float]:
-        tree, timings = self._tree, self._meter.timings
         entries = self._episode.history.entries.values()
-        author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
-        return author | {
-            "turns": len(entries),
-            "tool_calls": self._episode.num_calls,
-            "parse_errors": sum(entry.has_parse_error for entry in entries),
-            "forks": sum(bool(entry.reason) for entry in entries),
-            "untrained_turns": len(tree.untrained_turns),
-            "rewards_refused": self._episode.num_rewards_refused,
-            "tokens_sampled": tree.num_sampled,
-            "versions": len(tree.versions),
-            "model_s": timings.engine_s,
-            "env_s": timings.env_s,
-            "queue_s": timings.queue_s,
-        }
+        return measures(
+            self._tree,
+            self._meter.timings,
+            self._session.metrics,
+            turns=len(entries),
+            tool_calls=self._episode.num_calls,
+            parse_errors=sum(entry.has_parse_error for entry in entries),
+            forks=sum(bool(entry.reason) for entry in entries),
+            untrained_turns=len(self._tree.untrained_turns),
+            rewards_refused=self._episode.num_rewards_refused,
+        )
 
 
 def _set(event: asyncio.Event) -> asyncio.Task[None]:

@@ -13,11 +13,11 @@ import math
 from collections.abc import Collection, Iterator
 
 from gspo_core.codec import MAX_SEGMENT_TOKENS
-from gspo_core.episode_limits import goes_in_circles
+from gspo_core.episode_limits import limit_met
 from gspo_core.types import StopReason
+from services.episodes.metering import Meter
 from services.episodes.tree import TokenTree
 from services.gateway.agent.live import LiveTurn
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.plan import TurnPrompt
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.workers.setting import EpisodeSpec
@@ -101,15 +101,11 @@ class Budget:
 
     def _exhausted(self, turn: LiveTurn) -> StopReason | None:
         """The limit of the episode that ends the turn."""
-        limits = self._order.limits
-        circle = limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(turn.tokens.sampled, circle):
-            return StopReason.REPETITION
-        if len(turn.tokens.branch.ids) >= self._order.max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        if self._tree.num_sampled >= limits.max_episode_tokens:
-            return StopReason.MAX_TOKENS
-        return StopReason.EPISODE_TIMEOUT if self._meter.spent_s > limits.episode_timeout_s else None
+        limits, tokens = self._order.limits, turn.tokens
+        num_tokens, most = len(tokens.branch.ids), self._order.max_context_tokens
+        if (met := limit_met(limits, tokens.sampled, num_tokens, most, self._meter.spent_s)) is not None:
+            return met
+        return StopReason.MAX_TOKENS if self._tree.num_sampled >= limits.max_episode_tokens else None
 
     def _room_of_turn(self, turn: LiveTurn) -> int:
         asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens

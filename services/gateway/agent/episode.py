@@ -23,6 +23,7 @@ from services.episodes.canonical import of_key
 from services.episodes.endings import first_call_end, head, stop_text_end
 from services.episodes.keys import AttemptId
 from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.metering import Meter
 from services.episodes.policy import Drained, Sampled
 from services.episodes.snapshots import (
     RewardRefused,
@@ -39,7 +40,6 @@ from services.gateway.agent.budget import Budget
 from services.gateway.agent.in_turn import Deciding, in_turn
 from services.gateway.agent.leaving_out import without_volatile
 from services.gateway.agent.live import Delivery, LiveTurn
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.paying import Payer
 from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt
 from services.gateway.agent.seeds import sampling_seed

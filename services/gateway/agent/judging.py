@@ -25,7 +25,7 @@ from gspo_core.outbound import AddressRefused
 from gspo_core.placeholders import NoSuchField
 from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.reading import read
 from services.gateway.agent.judge_keys import JudgeKeys, NoKey
 from services.gateway.agent.outbound_http import AWAY, AnswerTooLong, OutboundAnswer, OutboundHttp

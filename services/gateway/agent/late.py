@@ -16,8 +16,8 @@ import msgspec
 
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
-from services.episodes.counters import Counters
 from services.episodes.keys import Named
+from services.episodes.metering import Counters
 from services.episodes.outbox import to_append
 from services.episodes.snapshots import StoredReward
 from services.gateway.agent.answers import turn_id, turn_number
@@ -26,7 +26,7 @@ from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier
-from services.workers.setting import in_order
+from services.workers.ending import in_order
 
 SCHEMA = 1
 # Of turns, while an episode waits: they are kept in one record.

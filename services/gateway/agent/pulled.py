@@ -17,8 +17,8 @@ import msgspec
 from gspo_core.environment_contract import Llm, Start, Witness
 from gspo_core.json_value import JSON
 from gspo_core.types import NOTHING, EpisodeKey, Evidence
+from services.episodes.metering import Meter
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.paying import Source
 from services.gateway.agent.played import PlayedSession
 from services.hosts.session import SessionLost

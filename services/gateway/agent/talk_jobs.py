@@ -15,7 +15,7 @@ from pathlib import Path
 from gspo_core.chat import ChatCodec
 from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger

@@ -21,12 +21,12 @@ from gspo_core.environment_contract import Environment, Session
 from gspo_core.environment_spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.episodes.matching import Beginnings
+from services.episodes.metering import Meter, Timings
 from services.episodes.outbox import Outbox
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import STOP_CHUNK_TOKENS, AgentEpisode
 from services.gateway.agent.in_turn import Deciding, in_turn
 from services.gateway.agent.live import Delivery
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.redaction import Redactor, redacted
 from services.gateway.agent.talk_charges import TalkCharges, unknown_key, used_up
 from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
@@ -37,7 +37,6 @@ from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
 from services.state.refusals import Fenced
 from services.state.talks import Presented, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
-from services.workers.timings import Timings
 
 # Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace. Where none is idle
 # there may be some more, as each key has its share: six times as many with as many keys.

@@ -25,7 +25,7 @@ from services.engines.protocol import (
     info_within,
 )
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Retrier
 from services.workers.engines import EngineTable, JobEngines

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, StopReason
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.tree import Ledger
 from services.state.client import RedisFault

@@ -18,18 +18,16 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.messages import Message, ToolSchema
 from gspo_core.types import EpisodeKey, Segment, Split
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters, Meter, Timings
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.live import Delivery
-from services.gateway.agent.meter import Meter
 from services.gateway.dialects.turns import Answer, TurnRequest
 from services.state.queue import Append, Fenced, Gap, Kept, LeasedEpisode, Snapshot
 from services.state.retry import Backoff, Retrier
 from services.workers.setting import EpisodeSetting, EpisodeSpec
-from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import JOB, Speech, answer_of, make_order, world
 
 ADD: ToolSchema = {

@@ -20,16 +20,14 @@ from gspo_core.chat import HermesCodec
 from gspo_core.types import StopReason
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters, Meter, Timings
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.meter import Meter
 from services.gateway.http.streams import Pace
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Backoff, Retrier
 from services.workers import engines as engines_module
 from services.workers.engines import EngineTable, JobEngines
-from services.workers.timings import Timings
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.fake_turns import Gateway, serving

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
-from services.episodes.counters import Counters
 from services.episodes.keys import KEPT_S, Keys
+from services.episodes.metering import Counters
 from services.gateway.agent import late
 from services.gateway.agent.door import EpisodeRouter
 from services.gateway.agent.late import EndedEpisode, LateRewards

@@ -18,20 +18,18 @@ from gspo_core.types import EpisodeKey, Segment, Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.kinds import open_engines
 from services.engines.protocol import Engine
-from services.episodes.counters import Counters
 from services.episodes.keys import Keys
+from services.episodes.metering import Counters, Meter, Timings
 from services.episodes.policy import Policy, Sampled
 from services.episodes.snapshots import TreeSnapshot
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.meter import Meter
 from services.gateway.agent.seeds import sampling_seed
 from services.gateway.dialects.turns import TurnRequest
 from services.state.queue import LeasedEpisode
 from services.state.retry import Backoff, Retrier
 from services.state.store import Claim, Store
 from services.workers.engines import EngineTable, JobEngines
-from services.workers.timings import Timings
 from tests.apparatus.warm_python import WarmPython
 from tests.services.engines.engine_kit import EngineProcess, Models, max_difference
 from tests.services.gateway.agent_kit import SECRET, EpisodeRouter

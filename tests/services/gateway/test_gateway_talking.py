@@ -18,7 +18,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes import matching
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.gateway.agent.forgetting import forget, forget_for_ever
 from services.gateway.agent.lengths import LONG_BYTES, is_long
 from services.gateway.agent.plan import TurnPlanner

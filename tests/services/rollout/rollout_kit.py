@@ -24,7 +24,7 @@ from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.env import Environment, PlainEnvironment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Segment, Split
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled, Span
 from services.rollout.attempt import EnvironmentDriver

@@ -13,7 +13,7 @@ import pytest
 
 from services.engines.protocol import Engine
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.state import engine_sightings
 from services.state.client import Away, AwayReason
 from services.state.engine_sightings import EngineSightings, Sighting

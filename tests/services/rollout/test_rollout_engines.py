@@ -21,7 +21,7 @@ from gspo_core.types import CacheMode
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.engines.protocol import ContextFull, EngineError, EngineRejected, EngineUnavailable
 from services.engines.sglang import EngineClient
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.episodes.policy import Sampled
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Backoff, Retrier

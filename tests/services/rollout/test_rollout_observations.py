@@ -13,8 +13,8 @@ from gspo_core.episode_limits import within
 from gspo_core.messages import Message
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey
-from services.episodes.counters import Counters
 from services.episodes.history import Conversation
+from services.episodes.metering import Counters
 from services.episodes.tree import Ledger
 from tests.services.rollout.rollout_kit import Speech, load_codec, sampled
 

@@ -16,12 +16,12 @@ from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.episode_limits import TurnTally
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.history import MAX_WORLD_BYTES, WorldSnapshot
+from services.episodes.metering import Timings
 from services.episodes.policy import Drained, Interrupted, Sampled
 from services.state.queue import LeasedEpisode, Snapshot
 from services.workers.episode import Episode
 from services.workers.quarantine import MOST_FAILURES, Quarantine
 from services.workers.setting import EpisodeSetting
-from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import (
     JOB,
     TRAINER,

@@ -20,7 +20,7 @@ from gspo_core.client import ApiError, Client
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from services.api.http.unavailable import unavailable
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.state.client import (
     MAX_BLOCK_MS,
     Away,

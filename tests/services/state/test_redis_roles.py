@@ -22,7 +22,7 @@ from redis.retry import Retry as BlockingRetry
 
 from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
-from services.episodes.counters import Counters
+from services.episodes.metering import Counters
 from services.files.job_dir import JobsDir
 from services.gateway.agent.forgetting import forget
 from services.state.child import RedisChild
