@@ -26,6 +26,7 @@ from services.engines.protocol import (
 )
 from services.engines.sglang import EngineClient
 from services.episodes.metering import Counters
+from services.episodes.policy import Span
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.retry import Retrier
 from services.workers.engines import EngineTable, JobEngines
@@ -116,7 +117,7 @@ async def test_a_worker_samples_with_another_kind_and_leaves_out_what_it_does_no
             await table.refresh()
             await engines.refresh()
         answer = await engines.sample([7, 8, 9], max_new_tokens=2, temperature=1.0, stop_token_ids=[])
-    assert (answer.generation.output_ids, answer.engine_id, answer.versions) == ([7, 8], "parrot+http://e", [0])
+    assert (answer.ids, answer.engine_id, answer.spans) == ([7, 8], "parrot+http://e", (Span(0, 2, 0),))
     assert table.num_requests().keys() == {"parrot+http://e", "parrot+http://silent"}
 
 

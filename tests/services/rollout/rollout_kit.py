@@ -24,9 +24,10 @@ from gspo_core.codec import NEWEST_SCHEMA, decode
 from gspo_core.env import Environment, PlainEnvironment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Segment, Split
+from services.engines.protocol import Generation, LabelledSpan
 from services.episodes.metering import Counters
 from services.episodes.outbox import Outbox
-from services.episodes.policy import Sampled, Span
+from services.episodes.policy import Sampled
 from services.rollout.attempt import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, LeasedEpisode
@@ -88,8 +89,10 @@ def answer_of(
     ids: Sequence[int], logprobs: Sequence[float], spans: Iterable[tuple[int, int, int]], engine: str, **rest: Any
 ) -> Sampled:
     """``spans`` are (version, start, end)."""
-    named = tuple(Span(start, end, version) for version, start, end in spans)
-    return Sampled(list(ids), list(logprobs), named, engine, **rest)
+    given = list(spans)
+    named = tuple(LabelledSpan(f"job/1/{version}", start, end) for version, start, end in given)
+    versions = [version for version, _, _ in given]
+    return Sampled.of(Generation(list(ids), list(logprobs), named), versions, engine, **rest)
 
 
 @dataclass
