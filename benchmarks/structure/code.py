@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.structure.source import Module
 
 LONG_FUNCTION = 54
+# Written from the API's document, so it defines nothing: a name that it shares with a model has that model's meaning.
+WRITTEN = {"gspo_core.api_answers"}
 _MAPPINGS = ("dict", "Mapping", "MutableMapping")
 _JSON = re.compile(r"Json(Value)?|JSON(Value)?")
 
@@ -45,6 +47,16 @@ def loose_annotations(modules: Iterable[Module]) -> Counter[str]:
             names = (node.id for node in _nodes(annotation) if isinstance(node, ast.Name))
             counted["aliases"] += sum(name in aliases for name in names)
     return counted
+
+
+def ambiguous_classes(modules: Mapping[str, Module]) -> dict[str, list[str]]:
+    """Public names of classes that several modules give to something of their own, with these modules."""
+    places = defaultdict[str, set[str]](set)
+    for name in modules.keys() - WRITTEN:
+        for node in ast.walk(modules[name].tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(name)
+    return {one: sorted(where) for one, where in places.items() if len(where) > 1}
 
 
 def _annotations(tree: ast.AST) -> Iterator[ast.expr]:

@@ -10,7 +10,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.structure.code import LONG_FUNCTION, function_lengths, loose_annotations, percentile
+from benchmarks.structure.code import (
+    LONG_FUNCTION,
+    ambiguous_classes,
+    function_lengths,
+    loose_annotations,
+    percentile,
+)
 from benchmarks.structure.graph import Graph, cycles, floors, grouped, num_edges
 from benchmarks.structure.source import Module, imported_at_start, imports_of, read_modules
 
@@ -24,11 +30,20 @@ STARTS = {
 }
 
 
+# The rooms that play episodes.
+WING = ("services.episodes", "services.workers", "services.rollout", "services.gateway")
+
+
 @dataclass(frozen=True)
 class Structure:
     num_modules: int
     num_lines: int
     num_test_lines: int
+    num_lines_beside: int
+    """Tests, benchmarks and examples together."""
+    num_wing_files: int
+    num_wing_lines: int
+    num_ambiguous_classes: int
     num_rooms: int
     num_loose_files: int
     """Files in ``services`` that are in no room."""
@@ -86,10 +101,15 @@ def measure(root: Path) -> Structure:
     graph = import_graph(modules)
     rooms = room_graph(modules)
     lengths = function_lengths(modules.values())
+    wing = [module.num_lines for name, module in modules.items() if room_of(name) in WING]
     return Structure(
         num_modules=len(modules),
         num_lines=sum(module.num_lines for module in modules.values()),
-        num_test_lines=sum(module.num_lines for module in read_modules(root, ("tests",)).values()),
+        num_test_lines=_num_lines(root, "tests"),
+        num_lines_beside=_num_lines(root, "tests", "benchmarks", "examples"),
+        num_wing_files=len(wing),
+        num_wing_lines=sum(wing),
+        num_ambiguous_classes=len(ambiguous_classes(modules)),
         num_rooms=len(rooms),
         num_loose_files=sum(room in modules and not modules[room].is_package for room in rooms),
         num_floors=1 + max(floors(rooms).values()),
@@ -107,3 +127,8 @@ def measure(root: Path) -> Structure:
         file_max=max(module.num_lines for module in modules.values()),
         loose=dict(loose_annotations(modules.values())),
     )
+
+
+def _num_lines(root: Path, *folders: str) -> int:
+    files = (path for folder in folders for path in (root / folder).rglob("*.py"))
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)

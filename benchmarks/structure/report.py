@@ -40,6 +40,10 @@ def rows(structure: Structure) -> dict[str, str]:
     shown |= {
         "lines of the product": f"{structure.num_lines:,}",
         "lines of tests for one of the product": f"{structure.tests_per_line:.2f}",
+        "lines of tests, benchmarks and examples": f"{structure.num_lines_beside:,}",
+        "files that play episodes": f"{structure.num_wing_files}",
+        "their lines": f"{structure.num_wing_lines:,}",
+        "names of classes with several meanings": f"{structure.num_ambiguous_classes}",
         "lines of a function: 95th percentile": f"{structure.function_p95}",
         "lines of a function: longest": f"{structure.function_max}",
         f"functions above {LONG_FUNCTION} lines": f"{structure.num_long_functions}",
@@ -113,6 +117,8 @@ REVISION` says where the lines went since then, `--keep after` writes the column
 - What a process **loads at its start** follows the imports at the top of modules, packages included. Those for type
   checking count only where a module loads them on first use (`gspo_core.spec`). The number is that of `sys.modules`.
 - **Lines** are those of Python files below `gspo_core`, `environments` and `services`, with comments and blank lines.
+- **Files that play episodes** are those of `services/episodes`, `workers`, `rollout` and `gateway`.
+- **Names of classes** are the public ones, without `gspo_core/api_answers.py`, which is written from the API's document.
 - **Annotations** are those of parameters, results and variables.
 - A **function**'s lines go from its `def` to its end.
 

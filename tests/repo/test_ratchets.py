@@ -6,16 +6,13 @@ whoever would exceed it divides a file, finds a name or a type.
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.structure.code import LONG_FUNCTION
+from benchmarks.structure.code import LONG_FUNCTION, WRITTEN, ambiguous_classes
 from benchmarks.structure.measure import STARTS, Structure, measure
 from benchmarks.structure.source import Module, imported_at_start, read_modules
 from tests.repo.pages import ROOT
@@ -25,8 +22,6 @@ LOOSE_ANNOTATIONS = 9.7
 """``Any``, ``object`` and mappings to JSON, in a thousand lines."""
 NAMES_WITH_SEVERAL_MEANINGS = 0
 """Of classes."""
-# Written from the API's document, so it defines nothing: a name that it shares with a model has that model's meaning.
-GENERATED = {"gspo_core.api_answers"}
 FOLDER_CYCLES = 0
 LOADED = {"api": 132, "trainer": 97, "rollout": 115, "engine": 38, "trainer's attempt": 14}
 """Modules of ours that a process loads at its start."""
@@ -56,7 +51,7 @@ def modules() -> dict[str, Module]:
 
 
 def test_files_functions_and_annotations(structure: Structure, modules: dict[str, Module]) -> None:
-    assert max(modules[name].num_lines for name in modules.keys() - GENERATED) <= LONGEST_FILE
+    assert max(modules[name].num_lines for name in modules.keys() - WRITTEN) <= LONGEST_FILE
     assert structure.function_max <= LONG_FUNCTION
     assert structure.loose_per_kline("Any", "object", "dict[str, JSON]") <= LOOSE_ANNOTATIONS
 
@@ -78,17 +73,8 @@ def test_the_modules_that_count_are_those_of_a_process(modules: dict[str, Module
     assert modules.keys() & set(done.stdout.split()) == imported_at_start(STARTS[name], modules)
 
 
-def classes(module: Module) -> Iterator[str]:
-    found = (node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
-    return (name for name in found if not name.startswith("_"))
-
-
 def test_a_name_of_a_class_means_one_thing(modules: dict[str, Module]) -> None:
-    places = defaultdict[str, set[str]](set)
-    for name in modules.keys() - GENERATED:
-        for one in classes(modules[name]):
-            places[one].add(name)
-    several = {one: sorted(where) for one, where in places.items() if len(where) > 1}
+    several = ambiguous_classes(modules)
     assert len(several) <= NAMES_WITH_SEVERAL_MEANINGS, several
 
 
