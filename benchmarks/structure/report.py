@@ -118,7 +118,7 @@ REVISION` says where the lines went since then, `--keep after` writes the column
   checking count only where a module loads them on first use (`gspo_core.spec`). The number is that of `sys.modules`.
 - **Lines** are those of Python files below `gspo_core`, `environments` and `services`, with comments and blank lines.
 - **Files that play episodes** are those of `services/episodes`, `workers`, `rollout` and `gateway`.
-- **Names of classes** are the public ones, without those of `gspo_core/api_answers.py`, written from the API's document.
+- **Names of classes** are the public ones, but not those of `gspo_core/api_answers.py`, which is generated.
 - **Annotations** are those of parameters, results and variables.
 - A **function**'s lines go from its `def` to its end.
 
