@@ -24,11 +24,9 @@ from services.episodes.canonical import of_messages
 from services.episodes.keys import PAYING
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
-from services.gateway.dialects.dialect import Dialect, ParsedRequest
-from services.gateway.dialects.faults import final
+from services.gateway.dialects.dialect import Dialect, ParsedRequest, final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
-from services.gateway.dialects.gemini import Gemini
-from services.gateway.dialects.gemini_paths import COUNT, PREFIX, PREFIXES, STREAM, VERBS, joined, path_of
+from services.gateway.dialects.gemini import COUNT, PREFIX, PREFIXES, STREAM, VERBS, Gemini, joined, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import FieldValue, Reader, without_index

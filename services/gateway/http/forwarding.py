@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.types import EpisodeKey
 from services.episodes.keys import Keys
-from services.gateway.dialects.faults import fault_of
+from services.gateway.dialects.dialect import fault_of
 from services.gateway.dialects.turns import OVER, Refusal, RefusalKind
 from services.gateway.http.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.http.streams import fault_reply

@@ -17,9 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gspo_core.json_value import JSON
-from services.gateway.dialects import sse
-from services.gateway.dialects.dialect import Dialect, Heading, ParsedRequest
-from services.gateway.dialects.faults import Fault, fault_of
+from services.gateway.dialects.dialect import STREAM_HEADERS, Dialect, Fault, Heading, ParsedRequest, fault_of
 from services.gateway.dialects.turns import Answer, Answering, Piece, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 
@@ -100,7 +98,7 @@ class TurnResponse:
         answering = self._answering
         heading = Heading(answering.id, answering.created_at, self._model, answering.num_prompt_tokens)
         writer = self._dialect.writer(self._question, heading)
-        await send(_start(200, {**self._told, **sse.HEADERS}))
+        await send(_start(200, {**self._told, **STREAM_HEADERS}))
         await send(_body(writer.begin()))
         while not isinstance(item, Answer):
             await send(_body(writer.piece(item) if item is not None else writer.alive()))
