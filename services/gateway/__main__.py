@@ -37,8 +37,7 @@ from services.gateway.agent.talk_jobs import TalkJobs
 from services.gateway.agent.talking import Talking
 from services.gateway.http.app import build_app
 from services.gateway.http.entrances import Entrances
-from services.gateway.http.forwarding import ForwardingMiddleware, between_gateways
-from services.gateway.http.neighbours import Neighbours
+from services.gateway.http.forwarding import ForwardingMiddleware, Neighbours, between_gateways
 from services.hosts.local import WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.sites import Sites

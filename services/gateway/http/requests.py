@@ -23,8 +23,7 @@ from services.gateway.dialects.gemini import PREFIX, Gemini, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.http.bodies import BodyTooLarge
-from services.gateway.http.seats import Seats
+from services.gateway.http.bodies import BodyTooLarge, Seats
 from services.gateway.http.streams import fault_reply
 from services.process.telemetry import get_logger
 

@@ -19,7 +19,7 @@ from gspo_core.messages import CalledFunction, Message
 from services.episodes import canonical
 from services.episodes.canonical import of_messages
 from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
-from services.gateway.http import nodes
+from services.gateway.http import bodies as bodies_module
 from services.gateway.http.app import DIALECTS, build_app
 from services.gateway.http.bodies import (
     FREE_BYTES,
@@ -31,8 +31,8 @@ from services.gateway.http.bodies import (
     SMALL_BODY_BYTES,
     Bodies,
     BodyTooLarge,
+    has_more_nodes,
 )
-from services.gateway.http.nodes import has_more_nodes
 from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted
@@ -215,7 +215,7 @@ def test_signs_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
             pieces.add((len(self) if end is None else end) - start)
             return super().count(sign, start, end)
 
-    monkeypatch.setattr(nodes, "_PIECE_BYTES", 3)
+    monkeypatch.setattr(bodies_module, "_PIECE_BYTES", 3)
     text = b"[" + b"[1], " * 20 + b'"a, b"]'
     assert not has_more_nodes(Noted(text), 42)
     assert has_more_nodes(Noted(text), 41)
