@@ -23,10 +23,10 @@ from services.episodes.tree import LedgerConflict, TokenTree
 from services.gateway.agent.door import EpisodeRouter
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.judging import JudgedAgent, Judges
-from services.gateway.agent.late import EndedEpisode
 from services.gateway.agent.meter import Meter
 from services.gateway.agent.played import PlayedSession
 from services.gateway.agent.pulled import LoanBoard, PulledAgent, has_agent
+from services.gateway.agent.rewards import EndedEpisode
 from services.hosts.session import SessionLost
 from services.process.telemetry import get_logger
 from services.state.client import RedisFault

@@ -36,13 +36,10 @@ from services.episodes.tree import TokenTree, TurnTokens
 from services.episodes.tree_parts import TreePart, TreeParts
 from services.gateway.agent.answers import Answers
 from services.gateway.agent.budget import Budget
-from services.gateway.agent.in_turn import Deciding, in_turn
-from services.gateway.agent.leaving_out import without_volatile
-from services.gateway.agent.live import Delivery, LiveTurn
+from services.gateway.agent.live import Deciding, Delivery, LiveTurn, in_turn
 from services.gateway.agent.meter import Meter
-from services.gateway.agent.paying import Payer
-from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt
-from services.gateway.agent.seeds import sampling_seed
+from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt, sampling_seed, without_volatile
+from services.gateway.agent.rewards import Payer
 from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind, TurnRequest
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import EpisodeErased
