@@ -20,20 +20,21 @@ from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.engines.protocol import ContextFull
 from services.episodes.canonical import of_key
-from services.episodes.endings import first_call_end, head, stop_text_end
 from services.episodes.keys import AttemptId
 from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled
+from services.episodes.reading import first_call_end, head, stop_text_end
 from services.episodes.snapshots import (
     RewardRefused,
     Rewards,
     SnapshotTooLarge,
     StoredReward,
+    TreePart,
+    TreeParts,
     TreeSnapshot,
     check_room,
 )
 from services.episodes.tree import TokenTree, TurnTokens
-from services.episodes.tree_parts import TreePart, TreeParts
 from services.gateway.agent.answers import Answers
 from services.gateway.agent.budget import Budget
 from services.gateway.agent.live import Deciding, Delivery, LiveTurn, in_turn

@@ -15,9 +15,8 @@ from typing import TypeAlias
 
 from gspo_core.chat import ChatCodec
 from services.episodes.counters import Counters
-from services.episodes.endings import certain_ids
 from services.episodes.matching import TurnEntry
-from services.episodes.reading import Reading, certain
+from services.episodes.reading import Reading, certain, certain_ids
 from services.episodes.tree import TurnTokens
 from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
 
