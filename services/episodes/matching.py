@@ -19,7 +19,7 @@ import msgspec
 
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.episodes.canonical import (
+from services.episodes.fingerprints import (
     num_opening,
     of_answer,
     of_beginning,

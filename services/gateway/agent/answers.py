@@ -12,7 +12,7 @@ from dataclasses import replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.episodes.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
+from services.episodes.fingerprints import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
 from services.episodes.matching import PrefixMatch, TurnEntry
 from services.episodes.policy import Span
 from services.episodes.reading import Reading, before_stop_text, read

@@ -19,7 +19,7 @@ import msgspec
 from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.engines.protocol import ContextFull
-from services.episodes.canonical import of_key
+from services.episodes.fingerprints import of_key
 from services.episodes.keys import AttemptId
 from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.policy import Drained, Sampled

@@ -21,7 +21,7 @@ from typing import TypeVar
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of, to_json
 from gspo_core.messages import ForkReason, Message
-from services.episodes.canonical import of_messages
+from services.episodes.fingerprints import of_messages
 from services.episodes.matching import Beginnings, History, PrefixMatch, Rewritten, TurnEntry, added
 from services.episodes.tree import TokenTree, TurnTokens
 from services.gateway.dialects.asks import with_digest

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
-from services.episodes.canonical import of_messages
+from services.episodes.fingerprints import of_messages
 from services.episodes.keys import PAYING
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from gspo_core.messages import CalledFunction, Message
-from services.episodes import canonical
-from services.episodes.canonical import of_messages
+from services.episodes import fingerprints
+from services.episodes.fingerprints import of_messages
 from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
 from services.gateway.http import bodies as bodies_module
 from services.gateway.http.app import DIALECTS, build_app
@@ -232,14 +232,14 @@ def test_long_texts_are_digested_piece_by_piece_and_as_before(monkeypatch: pytes
     ]
     whole = of_messages(said)
     written: list[int] = []
-    write = canonical._write
+    write = fingerprints._write
 
     def noted(value: object) -> str:
         written.append(len(value) if isinstance(value, str) else 0)
         return write(value)
 
-    monkeypatch.setattr(canonical, "_PIECE_CHARS", 1000)
-    monkeypatch.setattr(canonical, "_write", noted)
+    monkeypatch.setattr(fingerprints, "_PIECE_CHARS", 1000)
+    monkeypatch.setattr(fingerprints, "_write", noted)
     assert of_messages(said) == whole
     assert max(written) == 1000
     as_before = json.dumps(["user", text], sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.episodes.canonical import of_messages
+from services.episodes.fingerprints import of_messages
 from services.gateway.dialects.dialect import Heading
 from services.gateway.dialects.fields import GEMINI
 from services.gateway.dialects.gemini import Gemini, as_json_schema, in_camel_case, path_of
