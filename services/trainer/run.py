@@ -34,7 +34,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from gspo_core.versions import StepReport
 from services.files.batch_archive import LogHistory, archived
-from services.files.batch_log import spent
+from services.files.batch_log import removable_batches
 from services.files.trained_log import TrainedLog
 from services.process.cancelling import first_to_end
 from services.state.store import Claim, JobRecord, StatusReason
@@ -478,7 +478,7 @@ class JobRun:
     def _collect_batches(self, after_step: int) -> None:
         log, kept = self._services.batch_log, self._spec.checkpoints
         # List once, so that the log of a step written meanwhile is not included.
-        gone = spent(log.written(), after_step, kept.keep_batches)
+        gone = removable_batches(log.written(), after_step, kept.keep_batches)
         TrainedLog(self._services.job_dir).remove(gone)
         if kept.archive == "all":
             begun_after = self._spec.parent.step if self._spec.parent is not None else 0
