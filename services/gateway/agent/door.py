@@ -18,7 +18,7 @@ from services.episodes.keys import AttemptId, Keys, Named, UnknownKey
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.live import Delivery
 from services.gateway.agent.rewards import LateRewards
-from services.gateway.dialects.turns import OVER, Answering, Refusal, RefusalKind, TurnRequest, Turns
+from services.gateway.dialects.turns import OVER, PendingAnswer, Refusal, RefusalKind, TurnRequest, Turns
 from services.process.cancelling import cancel_all
 from services.state.queue_records import RewardWord
 from services.state.talks import PREFIX as TALK_PREFIX
@@ -43,7 +43,7 @@ class Entrances:
         self._episodes = episodes
         self._talks = talks
 
-    async def ask(self, key: str, ask: TurnRequest) -> Answering:
+    async def ask(self, key: str, ask: TurnRequest) -> PendingAnswer:
         return await self._of(key).ask(key, ask)
 
     async def count_tokens(self, key: str, ask: TurnRequest) -> int:

@@ -83,7 +83,7 @@ class LiveTurn:
 
 
 class Delivery:
-    """An answer on its way to one client."""
+    """The ``PendingAnswer`` of a turn, on its way to one client."""
 
     def __init__(
         self,

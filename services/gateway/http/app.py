@@ -32,7 +32,7 @@ from services.gateway.dialects.gemini import COUNT, PREFIX, PREFIXES, STREAM, VE
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import FieldValue, Reader, without_index
-from services.gateway.dialects.turns import Answering, Refusal, Turns
+from services.gateway.dialects.turns import PendingAnswer, Refusal, Turns
 from services.gateway.http.bodies import SMALL_BODY_BYTES, Bodies, BodyTooLarge, Seats
 from services.gateway.http.forwarding import FORWARDED_BY, TURN, Receipts
 from services.gateway.http.forwarding import RECEIPT as RECEIPT_PATH
@@ -155,14 +155,14 @@ class _Routes:
                 dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
                 unsupported=question.unsupported,
             )
-            answering: Answering = await self._turns.ask(key, ask)
+            pending: PendingAnswer = await self._turns.ask(key, ask)
         question = question.without_history()
         model = question.model if question.model in names else names[0]
-        headers = _ignored(question, names, answering.left_out)
+        headers = _ignored(question, names, pending.left_out)
         if FORWARDED_BY in request.headers:
-            headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
+            headers, pending = {**headers, TURN: pending.id}, self._receipts.through_a_neighbour(key, pending)
         self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")
-        return TurnResponse(dialect, question, model, answering, headers, self._leaving, self._pace)
+        return TurnResponse(dialect, question, model, pending, headers, self._leaving, self._pace)
 
     async def count_tokens(self, request: Request) -> Response:
         return await self._count(request, _COUNTING, "input_tokens", {})

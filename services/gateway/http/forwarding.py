@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gspo_core.types import EpisodeKey
 from services.episodes.keys import Keys
 from services.gateway.dialects.dialect import fault_of
-from services.gateway.dialects.turns import ERASED, OVER, Answer, Answering, Piece, Refusal, RefusalKind
+from services.gateway.dialects.turns import ERASED, OVER, Answer, PendingAnswer, Piece, Refusal, RefusalKind
 from services.gateway.http.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.http.streams import fault_reply
 from services.process.cancelling import cancel_all
@@ -305,77 +305,77 @@ class Receipts:
 
     def __init__(self, patience_s: float = RECEIPT_PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._open: dict[tuple[str, str], list[Answering]] = {}
+        self._open: dict[tuple[str, str], list[PendingAnswer]] = {}
         """By key and turn; a turn may be given to several clients at once."""
 
-    def through_a_neighbour(self, key: str, answering: Answering) -> Forwarded:
-        return Forwarded(self, key, answering)
+    def through_a_neighbour(self, key: str, pending: PendingAnswer) -> Forwarded:
+        return Forwarded(self, key, pending)
 
-    def hold(self, key: str, answering: Answering) -> None:
-        self._open.setdefault((key, answering.id), []).append(answering)
-        asyncio.get_running_loop().call_later(self._patience_s, self._give_up, key, answering)
+    def hold(self, key: str, pending: PendingAnswer) -> None:
+        self._open.setdefault((key, pending.id), []).append(pending)
+        asyncio.get_running_loop().call_later(self._patience_s, self._give_up, key, pending)
 
     async def settle(self, key: str, turn: str, *, is_delivered: bool) -> None:
         """Harmless for a turn that is not open (any more)."""
         held = self._open.get((key, turn))
         if held:
-            answering = held[0]
-            self._remove(key, answering)
+            pending = held[0]
+            self._remove(key, pending)
             if is_delivered:
-                await answering.delivered()
-            answering.dropped()
+                await pending.delivered()
+            pending.dropped()
 
-    def _give_up(self, key: str, answering: Answering) -> None:
-        self._remove(key, answering)
-        answering.dropped()  # which says nothing of one that was delivered
+    def _give_up(self, key: str, pending: PendingAnswer) -> None:
+        self._remove(key, pending)
+        pending.dropped()  # which says nothing of one that was delivered
 
-    def _remove(self, key: str, answering: Answering) -> None:
-        held = self._open.get((key, answering.id), [])
-        if answering in held:
-            held.remove(answering)
+    def _remove(self, key: str, pending: PendingAnswer) -> None:
+        held = self._open.get((key, pending.id), [])
+        if pending in held:
+            held.remove(pending)
         if not held:
-            self._open.pop((key, answering.id), None)
+            self._open.pop((key, pending.id), None)
 
 
 class Forwarded:
-    """An ``Answering`` whose client is behind a neighbour."""
+    """A ``PendingAnswer`` whose client is behind a neighbour."""
 
-    def __init__(self, receipts: Receipts, key: str, answering: Answering) -> None:
+    def __init__(self, receipts: Receipts, key: str, pending: PendingAnswer) -> None:
         self._receipts = receipts
         self._key = key
-        self._answering = answering
+        self._pending = pending
         self._is_handed_on = False
 
     @property
     def id(self) -> str:
-        return self._answering.id
+        return self._pending.id
 
     @property
     def created_at(self) -> int:
-        return self._answering.created_at
+        return self._pending.created_at
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._answering.num_prompt_tokens
+        return self._pending.num_prompt_tokens
 
     @property
     def trace(self) -> str:
-        return self._answering.trace
+        return self._pending.trace
 
     @property
     def left_out(self) -> Sequence[str]:
-        return self._answering.left_out
+        return self._pending.left_out
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]:
-        return aiter(self._answering)
+        return aiter(self._pending)
 
     async def whole(self) -> Answer:
-        return await self._answering.whole()
+        return await self._pending.whole()
 
     async def delivered(self) -> None:
         self._is_handed_on = True
-        self._receipts.hold(self._key, self._answering)
+        self._receipts.hold(self._key, self._pending)
 
     def dropped(self) -> None:
         if not self._is_handed_on:
-            self._answering.dropped()
+            self._pending.dropped()
