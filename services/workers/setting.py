@@ -19,7 +19,7 @@ from gspo_core.episode_limits import settled_reward
 from gspo_core.evidence import of_environment
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split, StopReason, TurnReward
+from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Split, StopReason, TimeSplit, TurnReward
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
@@ -88,7 +88,7 @@ class RecordedTokens(Protocol):
     @property
     def versions(self) -> Collection[int]: ...
 
-    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment: ...
+    def close(self, outcome: Outcome, *, version: int = 0, spent: TimeSplit | None = None) -> Segment: ...
 
 
 @dataclass(frozen=True, slots=True)

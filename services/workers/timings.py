@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self, TypeGuard
 
 from gspo_core.json_value import JSON
-from gspo_core.types import Spent
+from gspo_core.types import TimeSplit
 
 _NAMES = ("engine_s", "env_s", "queue_s", "store_s")
 
@@ -29,18 +29,18 @@ class Timings:
     store_s: float = 0.0
     last_note: str = field(default="", repr=False, compare=False)
     """The last note written, or the one that this was read from."""
-    _told: Spent = field(init=False, repr=False)
+    _told: TimeSplit = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._told = self._now()
 
-    def _now(self) -> Spent:
-        return Spent(self.engine_s, self.env_s, self.queue_s)
+    def _now(self) -> TimeSplit:
+        return TimeSplit(self.engine_s, self.env_s, self.queue_s)
 
-    def take(self) -> Spent:
+    def take(self) -> TimeSplit:
         """The time since the last call, to the millisecond: it travels with the segment that is cut now."""
         before, self._told = self._told, self._now()
-        return Spent(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
+        return TimeSplit(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
 
     @property
     def own_s(self) -> float:

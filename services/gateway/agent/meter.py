@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from gspo_core.types import Spent
+from gspo_core.types import TimeSplit
 from services.episodes.counters import Counters
 from services.workers.timings import Timings
 
@@ -87,7 +87,7 @@ class Meter:
             self.timings.engine_s -= new_s
             self.timings.queue_s += new_s
 
-    def take(self) -> Spent:
+    def take(self) -> TimeSplit:
         """The time since the last call."""
         self._settle()
         spent = self.timings.take()
