@@ -129,7 +129,7 @@ class EpisodeAttempt:
         """Why nothing more may be sampled. This is also where an episode leaves a worker that is shutting down."""
         if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
-        if self._timings.own_s > self._order.limits.episode_timeout_s:
+        if self._timings.billed_s > self._order.limits.episode_timeout_s:
             return StopReason.EPISODE_TIMEOUT
         circle = self._order.limits.max_repetition_tokens
         if circle is not None and goes_in_circles(self._ledger.open.sampled, circle):

@@ -43,7 +43,7 @@ class Timings:
         return TimeSplit(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
 
     @property
-    def own_s(self) -> float:
+    def billed_s(self) -> float:
         """The time that counts against the episode's limit."""
         return self.engine_s + self.env_s
 

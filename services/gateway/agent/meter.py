@@ -35,16 +35,16 @@ class Meter:
         return bool(self._samplings)
 
     @property
-    def own_s(self) -> float:
+    def billed_s(self) -> float:
         """The time so far that counts against the episode's limit."""
         self._settle()
-        return self.timings.own_s
+        return self.timings.billed_s
 
     @property
     def spent_s(self) -> float:
         """Of that, what surely counts: what is being sampled may yet turn out to have waited for an engine."""
-        own_s = self.own_s
-        return own_s - (self._since - min(self._samplings)) if self._samplings else own_s
+        billed_s = self.billed_s
+        return billed_s - (self._since - min(self._samplings)) if self._samplings else billed_s
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
