@@ -42,8 +42,8 @@ from gspo_core.types import (
     Outcome,
     Repeated,
     Segment,
-    Spent,
     StopReason,
+    TimeSplit,
     TurnReward,
 )
 
@@ -150,16 +150,16 @@ class _SegmentMeta(msgspec.Struct, array_like=True, gc=False):
 
 
 class _TimedMeta(_SegmentMeta, array_like=True, gc=False):
-    spent: Spent
+    spent: TimeSplit
 
 
 class _UntrainedMeta(_SegmentMeta, array_like=True, gc=False):
-    spent: Spent | None
+    spent: TimeSplit | None
     untrained_turns: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
 
 
 class _RewardedMeta(_SegmentMeta, array_like=True, gc=False):
-    spent: Spent | None
+    spent: TimeSplit | None
     untrained_turns: tuple[int, ...]
     turn_rewards: tuple[TurnReward, ...]
 

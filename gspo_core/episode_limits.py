@@ -104,11 +104,11 @@ def _text(text: str, most_chars: int) -> str:
 
 
 def limit_met(
-    limits: EpisodeLimits, sampled: array[int], num_tokens: int, most_tokens: int, own_s: float = 0.0
+    limits: EpisodeLimits, sampled: array[int], num_tokens: int, most_tokens: int, billed_s: float = 0.0
 ) -> StopReason | None:
-    """The limit that ends a turn of so many ``sampled`` tokens, ``num_tokens`` and all before it. ``own_s``: the time
-    that counts against the episode."""
-    if own_s > limits.episode_timeout_s:
+    """The limit that ends a turn of these ``sampled`` tokens, where its branch has ``num_tokens`` and the episode took
+    ``billed_s`` of the time that counts."""
+    if billed_s > limits.episode_timeout_s:
         return StopReason.EPISODE_TIMEOUT
     circle = limits.max_repetition_tokens
     if circle is not None and goes_in_circles(sampled, circle):

@@ -181,7 +181,7 @@ class Outcome:
         object.__setattr__(self, "metrics", finite_mapping("metrics", self.metrics))
 
 
-class Spent(NamedTuple):
+class TimeSplit(NamedTuple):
     """Seconds that went by for a piece of an episode, since the piece before it."""
 
     engine_s: float
@@ -226,7 +226,7 @@ class Repeated(NamedTuple):
 MAX_ASKED_CHARS = 128
 MAX_USER_CHARS = 256
 _Scalar: TypeAlias = (
-    EpisodeKey | int | float | str | Outcome | Spent | Asked | tuple[int | TurnReward | Repeated, ...] | None
+    EpisodeKey | int | float | str | Outcome | TimeSplit | Asked | tuple[int | TurnReward | Repeated, ...] | None
 )
 
 
@@ -256,7 +256,7 @@ class Segment:
     turn_reward: float | None = None
     outcome: Outcome | None = None
     """Only on the last segment of an episode."""
-    spent: Spent | None = None
+    spent: TimeSplit | None = None
     """Where the time went, as far as it was recorded."""
     untrained_turns: tuple[int, ...] = ()
     """Only on the last segment: the turns, in order, that were sampled but are no actions of the episode: the agent
@@ -288,7 +288,7 @@ class Segment:
             behavior_logprobs=frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs"),
             cache_mode=member(CacheMode, self.cache_mode),
             turn_reward=None if self.turn_reward is None else plain_number("turn_reward", self.turn_reward),
-            spent=None if self.spent is None else Spent(*(plain_number("spent", second) for second in self.spent)),
+            spent=None if self.spent is None else TimeSplit(*(plain_number("spent", second) for second in self.spent)),
             untrained_turns=tuple(self.untrained_turns),
             turn_rewards=tuple(
                 TurnReward(turn, plain_number("turn_rewards", paid)) for turn, paid in self.turn_rewards

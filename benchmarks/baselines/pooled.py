@@ -148,8 +148,8 @@ def _collapses(found: Sequence[Pooled]) -> str:
         "came back. What to know about it:\n\n"
         f"- {len(unseen)} seeds were drawn and looked at by nobody before; {seen} had been, when another bound was "
         f"chosen. {len(unseen)} runs without a collapse leave room for {room:.0f} in a hundred.\n"
-        "- A collapse is what [signal_scaling](signal_scaling.md) says; the rule was written down before the series signal_scaling, "
-        "and after the other two.\n"
+        "- A collapse is what [signal_scaling](signal_scaling.md) says; the rule was written down before the "
+        "series signal_scaling, and after the other two.\n"
         "- The series have three warm starts, made on different machines: falls are not compared across them.\n"
         "- It is one small task and one small model."
     )

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from gspo_core.messages import ParsedTurn, ToolSchema
 from gspo_core.told_messages import ReadingTokenizer, ShownMessage, marks_of, messages_in
-from gspo_core.types import Segment, Spent
+from gspo_core.types import Segment, TimeSplit
 
 # A character of several bytes may be cut into as many tokens, with a little room for merged beginnings.
 MAX_TOKENS_OF_A_CHARACTER = 6
@@ -218,7 +218,7 @@ def spent_view(pieces: Sequence[Segment]) -> dict[str, float] | None:
     known = [piece.spent for piece in pieces if piece.spent is not None]
     if not known:
         return None
-    return {name: round(sum(getattr(one, name) for one in known), 3) for name in Spent._fields}
+    return {name: round(sum(getattr(one, name) for one in known), 3) for name in TimeSplit._fields}
 
 
 def _split(pieces: Sequence[Segment]) -> tuple[list[int], list[int]]:

@@ -2,10 +2,10 @@
 
 Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what was
 stored, the reason is named, and a new branch begins. An answer with its stop text, or with words behind it, is still
-that answer, and so is one that a client writes in its own way: with other blanks between its texts before and behind
-calls, or, where none is equal to the letter, with numbers as JavaScript has them. Requests are known by digests, and
-answers by their length too: the client sends its whole history each time, so nothing of it needs to be
-kept but the stop texts. It neither encodes nor samples.
+that answer, as far as the message begins with it, and the rest is read and not trained. So is one that a client writes
+in its own way: with other blanks between its texts before and behind calls, or, where none is equal to the letter, with
+numbers as JavaScript has them. Requests are known by digests, and answers by their length too: the client sends its
+whole history each time, so nothing of it needs to be kept but the stop texts. It neither encodes nor samples.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import msgspec
 
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.episodes.canonical import (
+from services.episodes.fingerprints import (
     num_opening,
     of_answer,
+    of_beginning,
     of_instructions,
     of_message,
     of_messages,
@@ -29,7 +30,6 @@ from services.episodes.canonical import (
     of_tools,
     prefixes,
 )
-from services.episodes.written_back import words_behind
 
 _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.
@@ -341,3 +341,36 @@ class History:
         for place in answers[-1:]:
             ends += [(entry, place) for entry in entries if entry.answer == said[place]]
         return ends
+
+
+def words_behind(message: Message, answer: bytes, num_chars: int, stop_text: str) -> str | None:
+    """What a message of the assistant says behind the answer with this digest and so many characters of text.
+
+    None where it does not begin with that answer, or where nobody could tell: an answer of no words is known by the
+    stop text that ended it alone. Only behind words can there be more: behind calls nothing but the stop text."""
+    digest, words = of_beginning(message, num_chars)
+    if digest != answer:
+        return None
+    behind = _behind_stop_text(words, stop_text)
+    if message.get("tool_calls"):
+        return None if behind is None or behind.strip() else words
+    return None if behind is None and not num_chars else words
+
+
+def added(words: str, stored: str, stop_text: str) -> str:
+    """What of ``words``, which stand behind an answer as it was told, does not stand in the text that is stored."""
+    place = stored.find(stop_text) if stop_text else -1
+    behind = _behind_stop_text(words, stop_text)
+    if place < 0:
+        there = stored[len(stored.rstrip()) :]
+    elif behind is not None:
+        words, there = behind, stored[place:].partition(stop_text.strip())[2]
+    else:
+        there = "" if stop_text.strip() else stored[place:]
+    return words.removeprefix(there)
+
+
+def _behind_stop_text(words: str, stop_text: str) -> str | None:
+    """None where they do not begin with it, blanks aside."""
+    bare, begun = stop_text.strip(), words.lstrip()
+    return begun.removeprefix(bare) if bare and begun.startswith(bare) else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Self, TypeGuard
 
 from gspo_core.json_value import JSON
-from gspo_core.types import Spent, StopReason
+from gspo_core.types import StopReason, TimeSplit
 
 _NAMES = ("engine_s", "env_s", "queue_s", "store_s")
 
@@ -62,21 +62,21 @@ class Timings:
     store_s: float = 0.0
     last_note: str = field(default="", repr=False, compare=False)
     """The last note written, or the one that this was read from."""
-    _told: Spent = field(init=False, repr=False)
+    _told: TimeSplit = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._told = self._now()
 
-    def _now(self) -> Spent:
-        return Spent(self.engine_s, self.env_s, self.queue_s)
+    def _now(self) -> TimeSplit:
+        return TimeSplit(self.engine_s, self.env_s, self.queue_s)
 
-    def take(self) -> Spent:
+    def take(self) -> TimeSplit:
         """The time since the last call, to the millisecond: it travels with the segment that is cut now."""
         before, self._told = self._told, self._now()
-        return Spent(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
+        return TimeSplit(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
 
     @property
-    def own_s(self) -> float:
+    def billed_s(self) -> float:
         """The time that counts against the episode's limit."""
         return self.engine_s + self.env_s
 
@@ -125,16 +125,16 @@ class Meter:
         return bool(self._samplings)
 
     @property
-    def own_s(self) -> float:
+    def billed_s(self) -> float:
         """The time so far that counts against the episode's limit."""
         self._settle()
-        return self.timings.own_s
+        return self.timings.billed_s
 
     @property
     def spent_s(self) -> float:
         """Of that, what surely counts: what is being sampled may yet turn out to have waited for an engine."""
-        own_s = self.own_s
-        return own_s - (self._since - min(self._samplings)) if self._samplings else own_s
+        billed_s = self.billed_s
+        return billed_s - (self._since - min(self._samplings)) if self._samplings else billed_s
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class Meter:
             self.timings.engine_s -= new_s
             self.timings.queue_s += new_s
 
-    def take(self) -> Spent:
+    def take(self) -> TimeSplit:
         """The time since the last call."""
         self._settle()
         spent = self.timings.take()

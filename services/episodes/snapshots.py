@@ -4,20 +4,22 @@ Rule: no token and no message. Tokens are in the segments, and messages come aga
 digests by which requests find their turn, what was delivered, and what the agent was paid.
 
 It is kept in parts, each with the turns and rewards that are new or have changed: what is written for a turn does not
-grow with the turns before it. Of each turn the last part that names it counts, so a part may be stored twice, or one
-left out whose turns come again in the next. Parts are never put together in Redis: all of them have a few hundred bytes
-a turn and are read once, by a gateway that takes the episode over.
+grow with the turns before it. Whatever is not known to be stored as it is now comes with the next part. Of each turn
+the last part that names it counts, so a part may be stored twice, or one left out whose turns come again in the next.
+Parts are never put together in Redis: all of them have a few hundred bytes a turn and are read once, by a gateway that
+takes the episode over. Nothing is stored here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from gspo_core.types import Segment
+from gspo_core.types import Segment, StopReason
 from services.episodes.matching import TurnEntry
 
 # 1 is the whole tree, which a release wrote at each turn. It is the first part of an episode that goes on here.
@@ -96,6 +98,87 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     def covers(self, record: Sequence[Segment]) -> bool:
         """Whether it names every turn that the segments hold tokens of."""
         return {segment.turn for segment in record} <= {entry.number for entry in self.turns}
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    data: bytes
+    turns: Mapping[int, bytes]
+    """As they are in it."""
+    num_rewards: int
+    """With it: of the episode."""
+    is_empty: bool
+    """It says nothing that is not stored."""
+    state: tuple[str, bool, int]
+
+
+class TreeParts:
+    """``num_bytes``: of all parts that are stored."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._stored: dict[int, bytes] = {}
+        self._num_rewards = 0
+        self._touched: dict[int, None] = {}
+        self._due = set[int]()
+        self._state = "", False, 0
+        """The limit that was met, whether the agent is done, and how many rewards were refused, as they are stored."""
+
+    def restore(self, tree: TreeSnapshot, numbers: Collection[int]) -> None:
+        """This is what is stored. Turns of other ``numbers`` are nothing any more: a new one may have their number."""
+        self._stored = {entry.number: _encoded(entry) for entry in tree.turns if entry.number in numbers}
+        self._num_rewards = len(tree.rewards)
+        self.num_bytes = max(tree.num_kept, len(tree.encode()))
+        self._state = tree.stopped, tree.finished, tree.num_refused
+
+    def touch(self, number: int, *, is_due: bool = False) -> None:
+        """This turn may have changed, or be new. ``is_due``: its next tokens need what has changed."""
+        self._touched[number] = None
+        if is_due:
+            self._due.add(number)
+
+    @property
+    def has_new(self) -> bool:
+        """A turn was begun that is not stored, or is due."""
+        return bool(self._due) or any(number not in self._stored for number in self._touched)
+
+    def next(
+        self,
+        entries: Mapping[int, TurnEntry],
+        changing: Collection[int],
+        rewards: Sequence[StoredReward],
+        stopped: StopReason | None,
+        *,
+        finished: bool,
+        num_refused: int = 0,
+    ) -> TreePart:
+        """``changing``: turns that may change at any time."""
+        numbers = {**self._touched, **dict.fromkeys(changing)}
+        encoded = {number: _encoded(entries[number]) for number in numbers}
+        since = self._num_rewards
+        turns = [entries[number] for number, data in encoded.items() if self._stored.get(number) != data]
+        new = list(rewards[since:])
+        tree = TreeSnapshot(turns, new, stopped or "", finished, num_rewards=since, num_refused=num_refused)
+        state = tree.stopped, finished, num_refused
+        is_empty = not turns and not tree.rewards and state == self._state
+        return TreePart(tree.encode(), encoded, len(rewards), is_empty, state)
+
+    def stored(self, part: TreePart) -> None:
+        self.num_bytes += len(part.data)
+        self._state = part.state
+        self._stored |= part.turns
+        self._num_rewards = max(self._num_rewards, part.num_rewards)
+
+    def settle(self, entries: Mapping[int, TurnEntry]) -> None:
+        """Forgets the touched turns that are stored as they are now."""
+        for number in [one for one in self._touched if self._stored.get(one) == _encoded(entries[one])]:
+            del self._touched[number]
+            self._due.discard(number)
+
+
+def _encoded(entry: TurnEntry) -> bytes:
+    """How often it was given again is told with its next change: a retry alone writes nothing."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(entry, num_repeats=0))
 
 
 class RewardRefused(ValueError):

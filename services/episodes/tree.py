@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.token_ids import TokenIds
-from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, Spent, TurnReward
+from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Repeated, Segment, TimeSplit, TurnReward
 from services.episodes.policy import Sampled, Span
 
 
@@ -146,7 +146,7 @@ class TokenTree:
         branch.last_prompt = (len(branch.ids), branch.ids.digest(len(branch.ids)))
         return branch.ids
 
-    def add(self, turn: TurnTokens, sampled: Sampled, spent: Spent | None = None) -> list[Segment]:
+    def add(self, turn: TurnTokens, sampled: Sampled, spent: TimeSplit | None = None) -> list[Segment]:
         """Adds sampled tokens; returns the segments that hold them, one per version. The first carries ``spent``."""
         if not turn.is_tip:
             raise LedgerConflict(f"{self.key}: turn {turn.number} was continued already")
@@ -176,7 +176,7 @@ class TokenTree:
         self._sample(turn, token_ids[num_observed:], segment.version, segment.engine_id)
         self._sealed(turn, segment.version)
 
-    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment:
+    def close(self, outcome: Outcome, *, version: int = 0, spent: TimeSplit | None = None) -> Segment:
         """The last segment. ``version`` counts only when nothing was ever sampled."""
         branch, turn, token_ids = self._unanswered()
         last_version, last_engine = self._last[2:]
@@ -210,7 +210,9 @@ class TokenTree:
         self.num_sampled += len(action_ids)
         self.versions.add(version)
 
-    def _cut(self, turn: TurnTokens, logprobs: Sequence[float], cache_mode: CacheMode, spent: Spent | None) -> Segment:
+    def _cut(
+        self, turn: TurnTokens, logprobs: Sequence[float], cache_mode: CacheMode, spent: TimeSplit | None
+    ) -> Segment:
         branch, version, is_first = turn.branch, turn.spans[-1].version, len(turn.spans) == 1
         segment = self._segment(
             *(branch.number, turn.number, version, branch.last_engine, branch.ids.since(branch.num_sealed), logprobs),
@@ -239,7 +241,7 @@ class TokenTree:
         *,
         cache_mode: CacheMode = CacheMode.FRESH,
         outcome: Outcome | None = None,
-        spent: Spent | None = None,
+        spent: TimeSplit | None = None,
         asked: Asked | None = None,
         user: str = "",
     ) -> Segment:
@@ -307,7 +309,7 @@ class Ledger(TokenTree):
         """Opens the next turn on a newly rendered history: a new branch, all of whose tokens are read."""
         self.begin(len(self.turns), token_ids)
 
-    def record(self, sampled: Sampled, spent: Spent | None = None) -> list[Segment]:
+    def record(self, sampled: Sampled, spent: TimeSplit | None = None) -> list[Segment]:
         """Adds sampled tokens to the open turn; returns the segments that hold them."""
         return self.add(self.open, sampled, spent)
 

@@ -29,7 +29,7 @@ __all__ = [
     "UnknownLogSchema",
     "batch_files",
     "read_batch",
-    "spent",
+    "removable_batches",
 ]
 
 
@@ -145,7 +145,7 @@ def batch_files(directory: Path) -> list[Path]:
     return [log.path(epoch, step) for epoch, step in log.steps()]
 
 
-def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
+def removable_batches(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
     """The batches of ``found`` that no replay from ``after_step`` needs, except the newest ones."""
     older = sorted(found)[: max(0, len(found) - num_newest)]
     return {position for position in older if position[1] <= after_step}

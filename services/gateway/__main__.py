@@ -25,20 +25,16 @@ from services.episodes.keys import Keys
 from services.files.data_dir import DataDir
 from services.files.environments.registry import EnvironmentRegistry
 from services.gateway.agent.attempt import AgentDriver
-from services.gateway.agent.door import EpisodeRouter
-from services.gateway.agent.forgetting import forget_for_ever
-from services.gateway.agent.judge_keys import JudgeKeys
-from services.gateway.agent.judging import Judges
-from services.gateway.agent.late import LateRewards
+from services.gateway.agent.door import Entrances, EpisodeRouter
+from services.gateway.agent.judging import JudgeKeys, Judges
 from services.gateway.agent.outbound_http import outbound_http
 from services.gateway.agent.pulled import LoanBoard
-from services.gateway.agent.redaction import NoRedactor, Redactor, load_redactor
+from services.gateway.agent.rewards import LateRewards
 from services.gateway.agent.talk_jobs import TalkJobs
 from services.gateway.agent.talking import Talking
+from services.gateway.agent.traffic import NoRedactor, Redactor, forget_for_ever, load_redactor
 from services.gateway.http.app import build_app
-from services.gateway.http.entrances import Entrances
-from services.gateway.http.forwarding import ForwardingMiddleware, between_gateways
-from services.gateway.http.neighbours import Neighbours
+from services.gateway.http.forwarding import ForwardingMiddleware, Neighbours, between_gateways
 from services.hosts.local import WallPolicy
 from services.hosts.pool import Boot
 from services.hosts.sites import Sites

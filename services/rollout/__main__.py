@@ -1,4 +1,9 @@
-"""``python -m services.rollout``: the one place that builds the real parts of a rollout worker."""
+"""``python -m services.rollout``: the one place that builds the real parts of a rollout worker, or starts several.
+
+Rule: an event loop fills one core, and a worker may have more of them. Each process is a worker with its own lease, so
+that its death costs only what it held; another is started in its place. A process that was asked to leave is not
+replaced. They leave together. No episode passes through the watching process.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from services.engines.keys import EngineKeys
@@ -19,10 +26,11 @@ from services.hosts.local import LocalHosts, WallPolicy
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
+from services.process.children import die_with_parent
 from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
-from services.process.telemetry import configure_logging, tell_unread_settings
+from services.process.telemetry import configure_logging, get_logger, tell_unread_settings
 from services.rollout.attempt import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
@@ -36,6 +44,12 @@ from services.workers.worker import EpisodeWorker, WorkerConfig, with_name_of_it
 
 # After the drain: for closing sessions and handing back episodes, with a Redis that restarts meanwhile.
 LEAVING_S = 12.0
+# A worker that cannot start must not be restarted a hundred times a second.
+RESTART_S = 1.0
+
+
+class NotDrained(RuntimeError):
+    """A process did not leave in an orderly way."""
 
 
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
@@ -84,14 +98,58 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
 
 
 async def work_in_processes(settings: Settings, arguments: argparse.Namespace, stop: asyncio.Event) -> None:
-    from services.workers.processes import watch  # a worker itself starts no others
-
     command = [sys.executable, "-m", "services.rollout", "--max-episodes", str(arguments.max_episodes)]
     command += ["--drain-s", str(arguments.drain_s)]
     environment = {name: value for name, value in os.environ.items() if name != "GSPO_HEALTH_FILE"}
     async with Health(settings.health_file, stop) as health:
         health.is_ready = True
         await watch(command, arguments.processes, environment, stop)
+
+
+async def watch(
+    command: Sequence[str], num_processes: int, environment: Mapping[str, str], stop: asyncio.Event
+) -> None:
+    """Keeps them running until ``stop`` is set, then has them leave; raises ``NotDrained`` if one did not.
+
+    Returns as well when all of them have left.
+    """
+    statuses = await asyncio.gather(*(_keep_running(command, environment, stop) for _ in range(num_processes)))
+    if any(statuses):
+        raise NotDrained(f"not all worker processes drained; exit statuses: {statuses}")
+
+
+async def _keep_running(command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while True:
+            # A session of its own: an interrupt from the terminal comes through us, once.
+            child = await asyncio.create_subprocess_exec(
+                *command, env=dict(environment), preexec_fn=die_with_parent(), start_new_session=True
+            )
+            ended = asyncio.create_task(child.wait())
+            try:
+                await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set():
+                    _ask_to_leave(child)
+                    return await ended
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                await ended
+            if not child.returncode:
+                get_logger().info("worker process has left", pid=child.pid)
+                return 0
+            get_logger().error("worker process died: starting another", pid=child.pid, status=child.returncode)
+            await asyncio.wait({stopping}, timeout=RESTART_S)
+            if stop.is_set():
+                return 0
+    finally:
+        stopping.cancel()
+
+
+def _ask_to_leave(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        child.send_signal(signal.SIGTERM)
 
 
 def main() -> int:

@@ -126,7 +126,7 @@ class EpisodeAttempt:
         if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
         order, ledger = self._order, self._ledger
-        given = ledger.open.sampled, ledger.num_tokens, order.max_context_tokens, self._timings.own_s
+        given = ledger.open.sampled, ledger.num_tokens, order.max_context_tokens, self._timings.billed_s
         met = limit_met(order.limits, *given)
         return met or (StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None)
 

@@ -19,8 +19,8 @@ from services.state.jobs import DesiredState, JobRecord, JobStatus
 from services.state.leases import BeatWatch
 from services.state.queue import Bus
 from services.state.store import Store
-from services.trainer.telling.hindrances import SILENCE_S
-from services.trainer.telling.ill_environments import fails_everywhere
+from services.trainer.telling.blockers import SILENCE_S
+from services.trainer.telling.unhealthy_environments import fails_everywhere
 
 LOOK_S = 5.0
 LOOKS_PER_TURN = 10

@@ -34,7 +34,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from gspo_core.versions import StepReport
 from services.files.batch_archive import LogHistory, archived
-from services.files.batch_log import spent
+from services.files.batch_log import removable_batches
 from services.files.trained_log import TrainedLog
 from services.process.cancelling import first_to_end
 from services.state.store import Claim, JobRecord, StatusReason
@@ -51,13 +51,13 @@ from services.trainer.past.origin import fed_batches, seed
 from services.trainer.past.recovery import Replayed, recover, version_of
 from services.trainer.ranks.learner import AnyLearner, Written
 from services.trainer.stopping import StopConditions
+from services.trainer.telling.blockers import Blockers
 from services.trainer.telling.environments import DescribedEnvironments
 from services.trainer.telling.failure import JobFailure
-from services.trainer.telling.hindrances import Hindrances
-from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.players import kind_of
 from services.trainer.telling.reports import Reports, disk_metrics
 from services.trainer.telling.run_phase import Phase
+from services.trainer.telling.unhealthy_environments import UnhealthyEnvironments
 from services.trainer.telling.watchdog import Watchdog
 
 
@@ -84,8 +84,8 @@ class JobRun:
         self._admission = Admission(context)
         self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
         self._proven = ProvenEnvironments(services.intake)
-        ill = IllEnvironments(spec, self._proven.found, lambda: self._lineage.step > 0)
-        self._hindrances = Hindrances(services.store, claim, services.engines, ill, kind_of(spec))
+        ill = UnhealthyEnvironments(spec, self._proven.found, lambda: self._lineage.step > 0)
+        self._blockers = Blockers(services.store, claim, services.engines, ill, kind_of(spec))
 
     @property
     def _claim(self) -> Claim:
@@ -106,7 +106,7 @@ class JobRun:
         try:
             engines, intake = self._services.engines, self._services.intake
             watchdog = Watchdog(self._signs, lambda: self._spec.watchdog, self._warn, self._excuse)
-            of_episodes = (engines.run, intake.run, self._gate.run, self._hindrances.run, self._context.late.run)
+            of_episodes = (engines.run, intake.run, self._gate.run, self._blockers.run, self._context.late.run)
             beside = () if self._spec.recorded is not None else of_episodes  # it needs none of what they look after
             await first_to_end(self._train(), watchdog.run(), *(start() for start in beside))
             self.phase.finish(self._ending)
@@ -119,7 +119,7 @@ class JobRun:
 
     async def _excuse(self) -> str:
         """Return why no other trainer could make progress either, or an empty string."""
-        return self._hindrances.excuse or self._context.late.excuse
+        return self._blockers.excuse or self._context.late.excuse
 
     async def _warn(self, message: str) -> None:
         await self._reports.stands_still(self._lineage.step, message)
@@ -478,7 +478,7 @@ class JobRun:
     def _collect_batches(self, after_step: int) -> None:
         log, kept = self._services.batch_log, self._spec.checkpoints
         # List once, so that the log of a step written meanwhile is not included.
-        gone = spent(log.written(), after_step, kept.keep_batches)
+        gone = removable_batches(log.written(), after_step, kept.keep_batches)
         TrainedLog(self._services.job_dir).remove(gone)
         if kept.archive == "all":
             begun_after = self._spec.parent.step if self._spec.parent is not None else 0

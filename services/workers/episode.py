@@ -16,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.environment_contract import EnvironmentFailed, Session
-from gspo_core.types import Outcome, Segment, Spent, StopReason
+from gspo_core.types import Outcome, Segment, StopReason, TimeSplit
 from services.engines.protocol import EngineRejected
 from services.episodes.metering import Timings
 from services.episodes.outbox import to_append
@@ -79,7 +79,9 @@ class Episode:
                 self._count_finished(stop, recorded)
                 return stop
 
-    async def _store_end(self, recorded: RecordedTokens, ending: Outcome | AwaitsReward, spent: Spent) -> StopReason:
+    async def _store_end(
+        self, recorded: RecordedTokens, ending: Outcome | AwaitsReward, spent: TimeSplit
+    ) -> StopReason:
         setting = self._setting
         if isinstance(ending, Outcome):
             await setting.outbox.append([recorded.close(ending, spent=spent)])
@@ -126,7 +128,7 @@ class Episode:
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
-    async def _play(self, attempt: Playing, session: Session) -> tuple[Outcome | AwaitsReward, Spent]:
+    async def _play(self, attempt: Playing, session: Session) -> tuple[Outcome | AwaitsReward, TimeSplit]:
         """How it ended, and the time since its last tokens."""
         setting, timings = self._setting, self._timings
         try:

@@ -18,7 +18,7 @@ from gspo_core.environment_contract import Environment, Session
 from gspo_core.evidence import of_environment
 from gspo_core.judge_spec import JudgeSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Spent, Split, StopReason
+from gspo_core.types import EpisodeKey, Evidence, Outcome, Segment, Split, StopReason, TimeSplit
 from services.episodes.metering import Counters, Timings
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
@@ -86,7 +86,7 @@ class RecordedTokens(Protocol):
     @property
     def versions(self) -> Collection[int]: ...
 
-    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment: ...
+    def close(self, outcome: Outcome, *, version: int = 0, spent: TimeSplit | None = None) -> Segment: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.types import CacheMode, EpisodeKey, Group, Outcome, Segment, Spent, Split, StopReason, Trajectory
+from gspo_core.types import CacheMode, EpisodeKey, Group, Outcome, Segment, Split, StopReason, TimeSplit, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 
 WRITTEN = Path(__file__).parent / "log_bytes"
@@ -89,7 +89,7 @@ def _trajectory(group: int, member: int, reward: float) -> Trajectory:
     return Trajectory(
         (
             _segment(key, 0, turn_reward=0.5),
-            _segment(key, 1, cache_mode=CacheMode.STALE, spent=Spent(0.25, 1.5, 0.125), outcome=outcome),
+            _segment(key, 1, cache_mode=CacheMode.STALE, spent=TimeSplit(0.25, 1.5, 0.125), outcome=outcome),
         )
     )
 

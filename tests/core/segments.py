@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gspo_core.types import NOTHING, Asked, CacheMode, EpisodeKey, Evidence, Outcome, Segment, Spent, StopReason
+from gspo_core.types import NOTHING, Asked, CacheMode, EpisodeKey, Evidence, Outcome, Segment, StopReason, TimeSplit
 
 JOB = "job-1"
 
@@ -137,7 +137,7 @@ def segments(draw: st.DrawFn) -> Segment:
         cache_mode=draw(st.sampled_from(CacheMode)),
         turn_reward=draw(st.none() | finite),
         outcome=outcome,
-        spent=draw(st.none() | st.builds(Spent, seconds, seconds, seconds)),
+        spent=draw(st.none() | st.builds(TimeSplit, seconds, seconds, seconds)),
         untrained_turns=draw(untrained) if outcome else (),
         turn_rewards=draw(paid) if outcome else (),
         repeated=draw(again) if outcome else (),

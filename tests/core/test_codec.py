@@ -27,8 +27,8 @@ from gspo_core.types import (
     Outcome,
     Repeated,
     Segment,
-    Spent,
     StopReason,
+    TimeSplit,
     TurnReward,
 )
 from tests.core.segments import segment, segments
@@ -177,25 +177,25 @@ class TestRefusals:
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:20], codec.UnknownSchema)
 
     def test_times_that_are_missing_or_too_many_for_its_schema(self) -> None:
-        plain, timed = encode(segment()), encode(segment(spent=Spent(1.5, 0.25, 0.0)))
+        plain, timed = encode(segment()), encode(segment(spent=TimeSplit(1.5, 0.25, 0.0)))
         assert (plain[4], timed[4]) == (codec.SCHEMA, codec.TIMED_SCHEMA)
         assert msgspec.msgpack.decode(meta_of(timed))[13:] == [[1.5, 0.25, 0.0]]
         for data, schema in ((plain, codec.TIMED_SCHEMA), (timed, codec.SCHEMA)):
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.MalformedMeta)
 
     def test_untrained_turns_have_a_schema_of_their_own(self) -> None:
-        for spent in (None, Spent(1.5, 0.25, 0.0)):
+        for spent in (None, TimeSplit(1.5, 0.25, 0.0)):
             data = encode(segment(spent=spent, untrained_turns=(2, 5)))
             assert data[4] == codec.UNTRAINED_SCHEMA
             assert decode(data) == segment(spent=spent, untrained_turns=(2, 5))
             assert msgspec.msgpack.decode(meta_of(data))[13:] == [spent and list(spent), [2, 5]]
             self.refuses(data[:4] + struct.pack("<I", codec.TIMED_SCHEMA) + data[8:], codec.MalformedMeta)
         for schema in (codec.SCHEMA, codec.TIMED_SCHEMA):
-            written = encode(segment(spent=Spent(1.5, 0.25, 0.0) if schema == codec.TIMED_SCHEMA else None))
+            written = encode(segment(spent=TimeSplit(1.5, 0.25, 0.0) if schema == codec.TIMED_SCHEMA else None))
             self.refuses(written[:4] + struct.pack("<I", codec.UNTRAINED_SCHEMA) + written[8:], codec.MalformedMeta)
 
     def test_rewards_of_turns_have_a_schema_of_their_own(self) -> None:
-        for spent, untrained in ((None, ()), (Spent(1.5, 0.25, 0.0), (2, 5))):
+        for spent, untrained in ((None, ()), (TimeSplit(1.5, 0.25, 0.0), (2, 5))):
             one = segment(spent=spent, untrained_turns=untrained, turn_rewards=((0, 0.5), (7, -1)))
             data = encode(one)
             assert data[4] == codec.REWARDED_SCHEMA

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from gspo_core.codec import EVIDENCE_SCHEMA, SegmentRejected, decode, encode
-from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
+from gspo_core.types import Asked, CacheMode, EpisodeKey, Outcome, Segment, StopReason, TimeSplit
 from tests.core.segments import segment
 
 NUM_CASES = 160_000
@@ -50,7 +50,7 @@ def corpus(rng: random.Random) -> list[bytes]:
                 cache_mode=rng.choice(list(CacheMode)),
                 turn_reward=rng.choice((None, 0.5)),
                 outcome=Outcome(StopReason.COMPLETED, rng.random(), {"exact": 1.0}) if final else None,
-                spent=rng.choice((None, Spent(rng.random(), 0.25, 0.0))),
+                spent=rng.choice((None, TimeSplit(rng.random(), 0.25, 0.0))),
                 untrained_turns=rng.choice(((), (0, 7))) if final else (),
                 turn_rewards=rng.choice(((), ((0, 0.5), (3, -1.0)))) if final else (),
                 repeated=rng.choice(((), ((0, 2), (3, 1)))) if final else (),

@@ -12,11 +12,10 @@ from dataclasses import replace
 from gspo_core.chat import ChatCodec
 from gspo_core.chat.text import text_of
 from gspo_core.messages import Message, ToolSchema
-from services.episodes.canonical import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
-from services.episodes.endings import before_stop_text
+from services.episodes.fingerprints import as_javascript_writes, of_answer, of_instructions, of_message, of_opening
 from services.episodes.matching import PrefixMatch, TurnEntry
 from services.episodes.policy import Span
-from services.episodes.reading import Reading, read
+from services.episodes.reading import Reading, before_stop_text, read
 from services.episodes.tree import TokenTree
 from services.gateway.dialects.turns import Answer, Finish, TurnRequest, Usage, call_id
 

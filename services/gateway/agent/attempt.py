@@ -22,9 +22,9 @@ from services.episodes.tree import LedgerConflict, TokenTree
 from services.gateway.agent.door import EpisodeRouter
 from services.gateway.agent.episode import AgentEpisode
 from services.gateway.agent.judging import JudgedAgent, Judges
-from services.gateway.agent.late import EndedEpisode
 from services.gateway.agent.played import PlayedSession
 from services.gateway.agent.pulled import LoanBoard, PulledAgent, has_agent
+from services.gateway.agent.rewards import EndedEpisode
 from services.hosts.session import SessionLost
 from services.process.telemetry import get_logger
 from services.state.client import RedisFault
@@ -180,13 +180,13 @@ class AgentAttempt:
             await asyncio.wait(tasks)
 
     async def _next_event(self, events: Collection[asyncio.Future[None] | asyncio.Future[Exception]]) -> None:
-        left_s = self._order.limits.episode_timeout_s - self._meter.own_s
+        left_s = self._order.limits.episode_timeout_s - self._meter.billed_s
         wait_s = max(left_s, LOOK_S) if self._meter.is_sampling else max(left_s, 0.0)
         await asyncio.wait(events, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _is_out_of_time(self) -> bool:
         """What is being sampled may have waited for an engine, which does not count."""
-        return not self._meter.is_sampling and self._meter.own_s >= self._order.limits.episode_timeout_s
+        return not self._meter.is_sampling and self._meter.billed_s >= self._order.limits.episode_timeout_s
 
     def _look_at_end(self, ended: asyncio.Task[None]) -> None:
         """An agent that fails because it was refused a turn beyond its limits is not at fault."""

@@ -1,4 +1,4 @@
-"""Leads a request by its key to the episode that is played here.
+"""Leads a request by its key to what it is for: the episode that is played here, or a conversation without one.
 
 Rule: a key that is right but whose episode is not here (yet) waits for a bounded time, because another gateway may
 have died a moment ago; then the client is told to ask again. What is over stays over. It decides nothing about turns.
@@ -16,11 +16,12 @@ from typing import TypeVar
 from gspo_core.types import EpisodeKey
 from services.episodes.keys import AttemptId, Keys, Named, UnknownKey
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.late import LateRewards
 from services.gateway.agent.live import Delivery
-from services.gateway.dialects.turns import OVER, Refusal, RefusalKind, TurnRequest
+from services.gateway.agent.rewards import LateRewards
+from services.gateway.dialects.turns import OVER, PendingAnswer, Refusal, RefusalKind, TurnRequest, Turns
 from services.process.cancelling import cancel_all
 from services.state.queue_records import RewardWord
+from services.state.talks import PREFIX as TALK_PREFIX
 
 T = TypeVar("T")
 
@@ -33,6 +34,32 @@ PATIENCE_S = 20.0
 # A reward that comes in the moment in which its episode ends waits for that.
 REWARD_POLL_S = 0.2
 NONE = AttemptId(-1, -1)
+
+
+class Entrances:
+    """The ``Turns`` of a gateway."""
+
+    def __init__(self, episodes: Turns, talks: Turns) -> None:
+        self._episodes = episodes
+        self._talks = talks
+
+    async def ask(self, key: str, ask: TurnRequest) -> PendingAnswer:
+        return await self._of(key).ask(key, ask)
+
+    async def count_tokens(self, key: str, ask: TurnRequest) -> int:
+        return await self._of(key).count_tokens(key, ask)
+
+    async def model_names(self, key: str) -> tuple[str, ...]:
+        return await self._of(key).model_names(key)
+
+    async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
+        await self._of(key).reward(key, value, turn=turn, token=token)
+
+    async def finish(self, key: str) -> None:
+        await self._of(key).finish(key)
+
+    def _of(self, key: str) -> Turns:
+        return self._talks if key.startswith(TALK_PREFIX) else self._episodes
 
 
 class EpisodeRouter:

@@ -19,30 +19,28 @@ import msgspec
 from gspo_core.messages import ToolSchema
 from gspo_core.types import MAX_ASKED_CHARS, Asked, EpisodeKey, Segment, StopReason
 from services.engines.protocol import ContextFull
-from services.episodes.canonical import of_key
-from services.episodes.endings import first_call_end, head, stop_text_end
+from services.episodes.fingerprints import of_key
 from services.episodes.keys import AttemptId
 from services.episodes.matching import MAX_REPEAT_KEYS, Beginnings, History, PrefixMatch, Rewritten, TurnEntry
 from services.episodes.metering import Meter
 from services.episodes.policy import Drained, Sampled
+from services.episodes.reading import first_call_end, head, stop_text_end
 from services.episodes.snapshots import (
     RewardRefused,
     Rewards,
     SnapshotTooLarge,
     StoredReward,
+    TreePart,
+    TreeParts,
     TreeSnapshot,
     check_room,
 )
 from services.episodes.tree import TokenTree, TurnTokens
-from services.episodes.tree_parts import TreePart, TreeParts
 from services.gateway.agent.answers import Answers
 from services.gateway.agent.budget import Budget
-from services.gateway.agent.in_turn import Deciding, in_turn
-from services.gateway.agent.leaving_out import without_volatile
-from services.gateway.agent.live import Delivery, LiveTurn
-from services.gateway.agent.paying import Payer
-from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt
-from services.gateway.agent.seeds import sampling_seed
+from services.gateway.agent.live import Deciding, Delivery, LiveTurn, in_turn
+from services.gateway.agent.plan import Encoded, TurnPlanner, TurnPrompt, sampling_seed, without_volatile
+from services.gateway.agent.rewards import Payer
 from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind, TurnRequest
 from services.state.queue import Kept, Snapshot
 from services.state.refusals import EpisodeErased

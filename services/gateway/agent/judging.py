@@ -2,7 +2,9 @@
 
 Rule: a judge that is away, overloaded, or answers without a score is asked again for a while; then the attempt has
 failed, with the phase ``judge``. It is never a reward of 0. The judge reads the text of the tokens that were recorded,
-and nothing that it says is a token of the episode.
+and nothing that it says is a token of the episode. Its API key is the operator's: a job holds the name of a key and
+chooses the URL, so a key that went to any URL would be anybody's. It is sent to the host that the operator wrote beside
+it, and to nothing else; it is in no record and no message.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from gspo_core.chat import ChatCodec
 from gspo_core.environment_contract import NO_REWARD, EnvironmentFailed, Llm, Start
@@ -27,7 +30,6 @@ from gspo_core.told_messages import ShownMessage, messages_in
 from gspo_core.types import NOTHING, Evidence
 from services.episodes.metering import Counters
 from services.episodes.reading import read
-from services.gateway.agent.judge_keys import JudgeKeys, NoKey
 from services.gateway.agent.outbound_http import AWAY, AnswerTooLong, OutboundAnswer, OutboundHttp
 from services.gateway.agent.played import PlayedSession
 from services.state.retry import Backoff
@@ -41,6 +43,50 @@ MAX_BODY_BYTES = 1 << 20
 MAX_CONVERSATION_CHARS = 1 << 19
 MAX_SHOWN_CHARS = 300
 _OVERLOADED = frozenset({408, 409, 425, 429})
+_PORTS = {"https": 443, "http": 80}
+
+
+class NoKey(ValueError):
+    """The text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    host: str
+    secret: SecretStr
+
+
+class JudgeKeys:
+    """Of the operator. ``texts``: ``NAME@HOST[:PORT]=KEY`` each, as the setting has them."""
+
+    def __init__(self, texts: Iterable[SecretStr] = ()) -> None:
+        self._keys: Mapping[str, _Key] = dict(map(_named_key, texts))
+
+    def headers(self, name: str | None, url: str) -> dict[str, str]:
+        """What proves to ``url`` who asks. Raises ``NoKey``."""
+        if name is None:
+            return {}
+        key = self._keys.get(name)
+        if key is None:
+            raise NoKey(f"agent.judge.key: the gateway has no key {name} (GSPO_JUDGE_KEYS)")
+        if key.host not in _names_of(url):
+            raise NoKey(f"agent.judge.key: {name} is for {key.host}, and not for {max(_names_of(url), key=len)}")
+        return {"Authorization": f"Bearer {key.secret.get_secret_value()}"}
+
+
+def _named_key(text: SecretStr) -> tuple[str, _Key]:
+    place, _, secret = text.get_secret_value().partition("=")
+    name, _, host = place.partition("@")
+    return name, _Key(host.lower(), SecretStr(secret))
+
+
+def _names_of(url: str) -> set[str]:
+    """How the host of a URL may be written: with its port, and without where it is that of the scheme."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    port = parts.port or _PORTS.get(parts.scheme, 0)
+    return {f"{host}:{port}"} | ({host} if port == _PORTS.get(parts.scheme) else set())
 
 
 class _Again(Exception):

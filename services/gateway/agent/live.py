@@ -1,6 +1,8 @@
-"""A turn in progress: its answer so far, and the clients that wait for it.
+"""A turn in progress: its answer so far, and the clients that wait for it; and requests that wait for one.
 
 Rule: an answer is given whole or not at all; whoever waits is told of everything that is certain. It samples nothing.
+Requests of one name are decided upon one after the other, in the order in which they came, and nothing is kept of a
+name that nobody has or waits for.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from gspo_core.chat import ChatCodec
-from services.episodes.endings import certain_ids
 from services.episodes.matching import TurnEntry
 from services.episodes.metering import Counters
-from services.episodes.reading import Reading, certain
+from services.episodes.reading import Reading, certain, certain_ids
 from services.episodes.tree import TurnTokens
 from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
 
 # Its tools can be large, and an episode keeps each of its turns.
 _ANSWERED = TurnRequest(())
+Deciding: TypeAlias = dict[str, tuple[asyncio.Lock, int]]
+"""By name, with the number of those who have it or wait for it."""
 
 
 class LiveTurn:
@@ -79,7 +83,7 @@ class LiveTurn:
 
 
 class Delivery:
-    """An answer on its way to one client."""
+    """The ``PendingAnswer`` of a turn, on its way to one client."""
 
     def __init__(
         self,
@@ -158,3 +162,16 @@ class Delivery:
         self._turn.deliveries.discard(self)
         self._turn.tell()
         self._ended(self._turn)
+
+
+@contextlib.asynccontextmanager
+async def in_turn(deciding: Deciding, name: str) -> AsyncIterator[None]:
+    lock, num_waiting = deciding.get(name) or (asyncio.Lock(), 0)
+    deciding[name] = lock, num_waiting + 1
+    try:
+        async with lock:
+            yield
+    finally:
+        lock, num_waiting = deciding.pop(name)
+        if num_waiting > 1:
+            deciding[name] = lock, num_waiting - 1

@@ -1,24 +1,46 @@
-"""Plans how a request becomes a turn: which ids it is answered behind, and why, without changing anything.
+"""Plans how a request becomes a turn: what of it counts, whether it fits, which ids it is answered behind, and why.
 
-Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is
-encoded beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is
-something else by then, what was encoded is not used.
+Rule: nothing is changed here. What its job says differs from one request to the next is gone before anything is
+compared, rendered or recorded, and named in ``TurnRequest.left_out``. Nobody is refused whose request might fit.
+Where the stored ids can be gone on from, they are; only what cannot be is rendered anew. A long request is encoded
+beside the event loop first, from copies; what its turn goes on from is decided after that, and where it is something
+else by then, what was encoded is not used.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from gspo_core.chat import ChatCodec
-from gspo_core.chat.text import text_of
+from gspo_core.chat.text import text_of, to_json
 from gspo_core.messages import ForkReason, Message
-from services.episodes.matching import Beginnings, History, PrefixMatch, Rewritten, TurnEntry
+from services.episodes.fingerprints import of_messages
+from services.episodes.matching import Beginnings, History, PrefixMatch, Rewritten, TurnEntry, added
 from services.episodes.tree import TokenTree, TurnTokens
-from services.episodes.written_back import added
-from services.gateway.agent.lengths import beside, is_long, may_be_too_long, num_beyond
+from services.gateway.dialects.asks import with_digest
 from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
+
+T = TypeVar("T")
+
+# Of each pattern in a request: where its first words stand. Each costs a microsecond; what stands behind them stays.
+MOST_PLACES = 1000
+# Encoding more takes milliseconds for each of many at once, in which nobody else is answered.
+LONG_BYTES = 8 << 10
+# Of texts that people write a token has fewer: what has more for each token that fits is looked at first.
+MOST_BYTES_A_TOKEN = 8
+_PIECE_CHARS = 64 << 10
+# What takes longer has threads of its own: all others would wait for it in theirs.
+_HUGE_BYTES = 64 << 10
+_FOR_HUGE = ThreadPoolExecutor(2, "huge requests")
+_MARGIN = 2
+_MOST_TIMES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +238,143 @@ class TurnPlanner:
 
 def _unreadable(error: Exception) -> Refusal:
     return Refusal(RefusalKind.INVALID, f"the messages cannot be read: {error}", param="messages")
+
+
+def sampling_seed(ask: TurnRequest, turn: TurnTokens) -> int | None:
+    """What an agent's seed becomes for an engine: one number for all pieces of a turn, whoever asks for them.
+
+    Below 2**31, which every kind of engine takes. None where the agent sent none. It is made of the seed and of the ids
+    before the turn's first sampled token alone. So the same request draws the same numbers in a fresh conversation, at
+    another gateway, after a retry, and behind a switch of weights; and an agent that sends one seed with everything
+    draws other numbers in every turn and task, instead of the same ones everywhere. Which tokens those numbers make is
+    the weights' business: log-probs and versions are recorded as for any other turn.
+    """
+    if ask.seed is None:
+        return None
+    digest = turn.branch.ids.digest(turn.num_prompt)
+    text = f"{ask.seed}/{turn.num_prompt}/{digest}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+async def without_volatile(ask: TurnRequest, patterns: Mapping[str, str]) -> TurnRequest:
+    """``ask`` without what is found of ``patterns``, which are by their names.
+
+    It is looked for in what the agent itself wrote, system and user messages, at a bounded number of places: who writes
+    patterns, and texts for them, holds up nobody else.
+    """
+    if not patterns:
+        return ask
+    return await beside(ask, _without, ask, patterns) if is_long(ask) else _without(ask, patterns)
+
+
+def _without(ask: TurnRequest, patterns: Mapping[str, str]) -> TurnRequest:
+    messages, left_out = [*ask.messages], list[str]()
+    for name, pattern in patterns.items():
+        if _leave_out(messages, pattern):
+            left_out.append(name)
+    if not left_out:
+        return ask
+    said = tuple(of_messages(messages)) if ask.said else ()
+    return with_digest(replace(ask, messages=tuple(messages), left_out=tuple(left_out), said=said))
+
+
+def _leave_out(messages: list[Message], pattern: str) -> bool:
+    """Whether there was any of it."""
+    parts, num_left, is_found = pattern.split("*"), MOST_PLACES, False
+    for number, message in enumerate(messages):
+        text = message.get("content")
+        if message["role"] in ("system", "user") and isinstance(text, str) and all(part in text for part in parts):
+            kept, num_places = cut(text, parts, num_left)
+            num_left -= num_places
+            if kept != text:
+                messages[number] = {**message, "content": kept}
+                is_found = True
+    return is_found
+
+
+def cut(text: str, parts: Sequence[str], most: int) -> tuple[str, int]:
+    """``text`` without what is found of these parts, each the next one in the same line, and at how many places it was
+    looked for. A line of which nothing is left is no line."""
+    kept, at, line_end, before, num_places = list[str](), 0, 0, "\n", 0
+    while num_places < most and (begin := text.find(parts[0], at)) >= 0:
+        num_places += 1
+        if begin >= line_end:
+            line_end = _or_end(text, text.find("\n", begin))
+        end = _end(text, begin + len(parts[0]), line_end, parts[1:])
+        if end is None:  # nor is it found further on in this line
+            kept.append(text[at:line_end])
+            at, before = line_end, ""
+            continue
+        kept.append(text[at:begin])
+        before = text[begin - 1] if begin > at else before
+        is_line = before == "\n" and (end == line_end or text.startswith("\r\n", end))
+        at = min(line_end + 1, len(text)) if is_line else end
+    return "".join([*kept, text[at:]]), num_places
+
+
+def _end(text: str, begin: int, line_end: int, parts: Sequence[str]) -> int | None:
+    for number, part in enumerate(parts, start=1):
+        if not part and number == len(parts):
+            return line_end - text.endswith("\r", begin, line_end)
+        found = text.find(part, begin, line_end)
+        if found < 0:
+            return None
+        begin = found + len(part)
+    return begin
+
+
+def _or_end(text: str, place: int) -> int:
+    return len(text) if place < 0 else place
+
+
+def is_long(ask: TurnRequest) -> bool:
+    return ask.num_bytes > LONG_BYTES
+
+
+def may_be_too_long(ask: TurnRequest, num_most: int) -> bool:
+    """Whether it is to be looked at before it is encoded."""
+    return ask.num_bytes > MOST_BYTES_A_TOKEN * _MARGIN * num_most
+
+
+async def beside(ask: TurnRequest, work: Callable[..., T], *given: object) -> T:
+    """Beside the event loop."""
+    threads = _FOR_HUGE if ask.num_bytes > _HUGE_BYTES else None
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *given))
+
+
+def num_beyond(ask: TurnRequest, encode: Callable[[str], Sequence[int]], num_most: int) -> int | None:
+    """So many tokens at least, where they are more than twice as many as fit; None where they may be fewer.
+
+    A text that is cut has other ids at its cuts alone, far fewer than what it is given beyond the limit. What the
+    policy itself has said may be left out by a template, as far as it is a thought: all that is said is refused only
+    where it is many times what fits.
+    """
+    for texts, times in ((_read_whole(ask), _MARGIN), (_all_texts(ask), _MOST_TIMES)):
+        num_tokens = 0
+        for piece in _pieces(texts):
+            num_tokens += len(encode(piece))
+            if num_tokens > times * num_most:
+                return num_tokens // times
+    return None
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for begin in range(0, len(text), _PIECE_CHARS):
+            yield text[begin : begin + _PIECE_CHARS]
+
+
+def _read_whole(ask: TurnRequest) -> Iterator[str]:
+    """Texts that every template shows the model: of its own words some leave out what it thought, and of others' the
+    blanks around them."""
+    yield from (tool["function"].get("description", "").strip() for tool in ask.tools)
+    yield from (text_of(message).strip() for message in ask.messages if message["role"] != "assistant")
+
+
+def _all_texts(ask: TurnRequest) -> Iterator[str]:
+    yield from map(to_json, ask.tools)
+    for message in ask.messages:
+        yield text_of(message).strip()
+        for call in message.get("tool_calls") or ():
+            arguments = call.get("function", call)["arguments"]
+            yield arguments if isinstance(arguments, str) else to_json(arguments)

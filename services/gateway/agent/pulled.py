@@ -19,8 +19,8 @@ from gspo_core.json_value import JSON
 from gspo_core.types import NOTHING, EpisodeKey, Evidence
 from services.episodes.metering import Meter
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.paying import Source
 from services.gateway.agent.played import PlayedSession
+from services.gateway.agent.rewards import Source
 from services.hosts.session import SessionLost
 from services.state.loans import Loan, Loans, LoanState
 from services.state.retry import Retrier

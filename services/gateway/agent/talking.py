@@ -2,7 +2,8 @@
 
 Rule: what is answered is in the tree first, as in an episode: exact ids, log-probs, versions. Which conversation a
 request continues is found by its messages; one that is known to none of them here begins a trace. A key is asked for
-at every request, so one that was revoked or is used up is refused at the next.
+at every request, so one that was revoked or is used up is refused at the next. A turn is used up before it begins: a
+request that is refused, whose client has left, or whose charge was never answered uses nothing up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
@@ -25,17 +26,15 @@ from services.episodes.metering import Meter, Timings
 from services.episodes.outbox import Outbox
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import STOP_CHUNK_TOKENS, AgentEpisode
-from services.gateway.agent.in_turn import Deciding, in_turn
-from services.gateway.agent.live import Delivery
-from services.gateway.agent.redaction import Redactor, redacted
-from services.gateway.agent.talk_charges import TalkCharges, unknown_key, used_up
+from services.gateway.agent.live import Deciding, Delivery, in_turn
 from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
+from services.gateway.agent.traffic import Redactor, redacted
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.process.telemetry import get_logger
 from services.state.client import Away, RedisFault
 from services.state.queue import Append, Kept, LeasedEpisode, Snapshot
-from services.state.refusals import Fenced
-from services.state.talks import Presented, Talks, TrafficRetention
+from services.state.refusals import Fenced, Full, Refused
+from services.state.talks import Presented, TalkKeyRecord, Talks, TrafficRetention
 from services.workers.setting import EpisodeSetting, EpisodeSpec, Playing, ResumeState, StartOver
 
 # Beyond these the idle one that was silent longest is let go; if it goes on, that is another trace. Where none is idle
@@ -111,6 +110,53 @@ class _Nobody:
 
     async def has_kept(self, setting: EpisodeSetting, order: EpisodeSpec, attempt: int) -> bool:
         raise RuntimeError("a conversation has no attempts")
+
+
+class TalkCharges:
+    """Turns of keys: used up before they begin, and given back where they do not. It decides upon no request."""
+
+    def __init__(self, talks: Talks) -> None:
+        self._talks = talks
+        self._giving_back: set[asyncio.Task[None]] = set()
+
+    async def look_up(self, key: str) -> tuple[Presented, TalkKeyRecord]:
+        """Raises ``Refusal``."""
+        with _as_refusals():
+            if (presented := Presented.read(key)) is None:
+                raise Fenced("no talk key")
+            return presented, await self._talks.use(presented)
+
+    @contextlib.asynccontextmanager
+    async def charged(self, presented: Presented) -> AsyncIterator[None]:
+        """With a turn of the key, which is given back where what is done inside fails. Raises ``Refusal``."""
+        token = secrets.token_hex(8)
+        with _as_refusals():
+            try:
+                await self._talks.use(presented, num_turns=1, token=token)
+                yield
+            except (Fenced, Full):  # nothing was used up
+                raise
+            except (Exception, asyncio.CancelledError) as error:  # also where only the reply was lost
+                giving_back = self._begin_to_give_back(presented, token)
+                if isinstance(error, Refusal):  # its client may ask for another turn at once
+                    await asyncio.shield(giving_back)
+                raise
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._giving_back)
+
+    def _begin_to_give_back(self, presented: Presented, token: str) -> asyncio.Task[None]:
+        """It goes on where whoever asked is gone."""
+        task = asyncio.create_task(self._give_back(presented, token))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
+        return task
+
+    async def _give_back(self, presented: Presented, token: str) -> None:
+        try:
+            await self._talks.give_back(presented, 1, token)
+        except (Away, RedisFault, Refused) as error:  # the client is to hear why it was refused
+            get_logger().warning("a turn is not given back", key=presented.id, job=presented.job, error=str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,3 +380,25 @@ def _order(job: TalkJob, key: EpisodeKey) -> EpisodeSpec:
         chunk_tokens=spec.rollout.chunk_tokens,
         model_context_tokens=context,
     )
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What Redis says of a key, as its client is told."""
+    try:
+        yield
+    except Fenced:
+        raise unknown_key() from None
+    except Full as full:
+        raise used_up(full.detail) from None
+    except Away:
+        raise Refusal(RefusalKind.AWAY, "keys cannot be looked up at the moment; ask again") from None
+
+
+def unknown_key() -> Refusal:
+    return Refusal(RefusalKind.UNKNOWN_KEY, "this key is not known, or was revoked")
+
+
+def used_up(what: str) -> Refusal:
+    """``what``: as ``Full`` names it."""
+    return Refusal(RefusalKind.OVER_BUDGET, f"this key has used up its {'seconds' if what == 'ms' else what}")

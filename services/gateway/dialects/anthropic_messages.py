@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
-from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.dialect import Fault, Heading, ParsedRequest, StreamState, event, spans
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES
 from services.gateway.dialects.openai_chat import arguments_text
 from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
-from services.gateway.dialects.sse import event
 from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
 ERROR_TYPES: Mapping[int, str] = {

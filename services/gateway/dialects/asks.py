@@ -1,11 +1,15 @@
 """Makes the ask of a request: messages in one canonical form, and the digest by which equal requests are known.
 
-Rule: two requests that mean the same turn have equal asks, in whatever dialect they came.
+Rule: two requests that mean the same turn have equal asks, in whatever dialect they came. Texts that a harness puts
+into its instructions and that differ from one request to the next, a nonce or a checksum, are dropped before anything
+is compared or rendered, or each turn of such an agent would be a new branch that reads everything again. Nothing is
+dropped in silence: the answer names it, and it is counted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -17,7 +21,6 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
 from services.gateway.dialects.sent import FieldValue, Reader
 from services.gateway.dialects.turns import AUTO, ToolChoice, TurnRequest
-from services.gateway.dialects.volatile import without_volatile
 
 MAX_KEY_CHARS = 256
 # Each is looked for in all that is sampled.
@@ -25,6 +28,10 @@ MAX_STOPS = 16
 # What is told, and counted, of texts that are left out: this and their name.
 VOLATILE = "volatile."
 TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text", "reasoning.text"})
+_VOLATILE_TEXTS: Mapping[str, re.Pattern[str]] = {
+    # Claude Code: "x-anthropic-billing-header: cc_version=...; cc_entrypoint=...; cch=NONCE;", a block of its own.
+    "claude_code_billing": re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE),
+}
 
 
 def make_ask(
@@ -93,6 +100,16 @@ def stable(reader: Reader, texts: Iterable[str]) -> str:
         for name in names:
             reader.ignore(f"{VOLATILE}{name}")
     return "".join(kept)
+
+
+def without_volatile(text: str) -> tuple[str, list[str]]:
+    """``text`` as it means the same in every request, and the names of what is left out."""
+    names = list[str]()
+    for name, pattern in _VOLATILE_TEXTS.items():
+        text, count = pattern.subn("", text)
+        if count:
+            names.append(name)
+    return text, names
 
 
 def read_part(reader: Reader, part: FieldValue) -> str:

@@ -1,7 +1,8 @@
-"""What every dialect does: read a request, and write its answer, whole or as a stream, or its error.
+"""What every dialect does: read a request, and write its answer, whole or as a stream of events, or its error.
 
 Rule: a dialect holds no connection and awaits nothing. A stream that was begun tells exactly what the whole answer
-tells, in the order reasoning, text, calls, and what stands behind the calls.
+tells, in the order reasoning, text, calls, and what stands behind the calls. With an error it is said outright whether
+to send the request again (``x-should-retry``), since clients would otherwise repeat a conflict and an ended episode.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
+
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolCall
 from services.episodes.policy import Span
-from services.gateway.dialects.faults import Fault
 from services.gateway.dialects.tool_forms import Forms
-from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest
+from services.gateway.dialects.turns import Answer, Piece, Refusal, RefusalKind, TurnRequest
 
 # Fields of requests, in any dialect.
 HISTORIES = frozenset({"messages", "input", "contents"})
+# Two tries of a client that was not set up for it then outlast a restart.
+RETRY_AFTER_S = 5
+COMMENT = b": waiting\n\n"
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,17 @@ class Heading:
     created_at: int
     model: str
     num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error of a request before it is written in a dialect: a status, names for programs, words for people."""
+
+    status: int
+    code: str
+    message: str
+    param: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Writer(Protocol):
@@ -118,3 +139,33 @@ class StreamState:
 def spans(versions: tuple[Span, ...]) -> JSON:
     """The versions of the policy that sampled an answer: a field that no dialect has, and every client keeps."""
     return [{"start": one.start, "end": one.end, "version": one.version} for one in versions]
+
+
+def event(data: JSON, name: str = "") -> bytes:
+    """JSON has no bare line ends, so the data is one line."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+_STATUSES: Mapping[RefusalKind, tuple[int, str]] = {
+    RefusalKind.INVALID: (400, "invalid_request"),
+    RefusalKind.UNKNOWN_KEY: (401, "invalid_api_key"),
+    RefusalKind.OVER_BUDGET: (400, "rollout_stopped"),
+    RefusalKind.ENDED: (409, "episode_ended"),
+    RefusalKind.TOO_LONG: (400, "context_length_exceeded"),
+    RefusalKind.TOO_MANY: (429, "too_many_requests"),
+    RefusalKind.AWAY: (503, "unavailable"),
+}
+
+
+def fault_of(refusal: Refusal) -> Fault:
+    status, code = _STATUSES[refusal.kind]
+    headers = {"x-should-retry": "true" if refusal.may_retry else "false"}
+    if refusal.may_retry:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    return Fault(status, code, refusal.message, refusal.param, headers)
+
+
+def final(status: int, code: str, message: str) -> Fault:
+    """An error of the request itself, which sending it again does not mend."""
+    return Fault(status, code, message, headers={"x-should-retry": "false"})

@@ -1,26 +1,30 @@
 """Google's Gemini API, ``generateContent``.
 
+Its paths say what other dialects have in their bodies: the model, and whether the answer is a stream. Names of fields
+come in either spelling, ``functionCall`` and ``function_call``, and types of schemas in capitals.
+
 A stream is whole answers, each with more parts, as events without names. Between them no comment may stand, because
 Google's packages take each line for data; signs of life are empty lines. An error in the middle is a line of its own.
+
+Rule: what a path says is read as fields of the request, and a body that says otherwise is refused. A model may have
+slashes in its name. Only names that stand in the table of the dialect, where they stand in it, are spelled anew, and of
+schemas only types: what is anybody's own, like the arguments of a call or names of properties, stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
-from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.dialect import Fault, Heading, ParsedRequest, StreamState, event, spans
 from services.gateway.dialects.fields import GEMINI
 from services.gateway.dialects.gemini_contents import read_contents, read_instructions
-from services.gateway.dialects.gemini_schema import as_json_schema
-from services.gateway.dialects.sent import FieldValue, Reader
-from services.gateway.dialects.spelling import in_camel_case
-from services.gateway.dialects.sse import event
+from services.gateway.dialects.sent import Fields, FieldValue, Reader
 from services.gateway.dialects.turns import AUTO, Answer, Finish, Piece, ToolChoice, Usage
 
 # By the status, and by the code where one status has several.
@@ -44,6 +48,15 @@ _COUNTED = "generateContentRequest"
 # Google's JavaScript package looks for the end of an event behind anything but these.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 _NOTHING: JSON = {"text": ""}
+PREFIX = "/v1beta/models"
+# The other version of the API, whose models share their path with OpenAI's.
+PREFIXES = (PREFIX, "/v1/models")
+WHOLE, STREAM, COUNT = "generateContent", "streamGenerateContent", "countTokens"
+VERBS = (WHOLE, STREAM, COUNT)
+# Keywords of schemas whose values are schemas: one, several, or some by their names.
+_OF_ONE = frozenset({"items", "additionalProperties"})
+_OF_SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_OF_NAMES = frozenset({"properties", "defs", "$defs"})
 
 
 class Gemini:
@@ -198,3 +211,84 @@ def _usage(usage: Usage) -> JSON:
         "thoughtsTokenCount": usage.num_reasoning_tokens,
         "totalTokenCount": usage.num_prompt_tokens + usage.num_sampled_tokens,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class GeminiPath:
+    prefix: str
+    model: str
+    verb: str
+
+    @property
+    def known(self) -> str:
+        """For logs: without the client's own words."""
+        return f"{self.prefix}/{{model}}:{self.verb}"
+
+    def fields(self) -> Mapping[str, JSON]:
+        """Those that the path stands for."""
+        return {"model": self.model, "stream": self.verb == STREAM}
+
+
+def path_of(path: str) -> GeminiPath | None:
+    """None where it is no path of a turn or a count."""
+    prefix = next((one for one in PREFIXES if path.startswith(f"{one}/")), "")
+    model, _, verb = path.removeprefix(f"{prefix}/").rpartition(":")
+    return GeminiPath(prefix, model, verb) if prefix and model and verb in VERBS else None
+
+
+def joined(body: JSON, fields: Mapping[str, JSON]) -> JSON:
+    """The body with what its path says. Raises ``Refusal``."""
+    if not isinstance(body, dict):
+        return body  # whoever reads it says so
+    for name, value in fields.items():
+        said = body.get(name)
+        if said is not None and said != value and said != f"models/{value}":
+            raise FieldValue(said, name).fault("is not what the path of the request says")
+    return {**body, **fields}
+
+
+def in_camel_case(value: JSON, fields: Fields, place: str = "") -> JSON:
+    """Known names of fields in one spelling. Raises ``Refusal`` where a field is there in both."""
+    if isinstance(value, list):
+        return [in_camel_case(one, fields, f"{place}[]") for one in value] if f"{place}[]" in fields else value
+    if not isinstance(value, dict) or place not in fields:
+        return value
+    found: dict[str, JSON] = {}
+    for name, inner in value.items():
+        camel = _camel(name)
+        spelled = camel if camel in fields[place] else name
+        where = f"{place}.{spelled}".lstrip(".")
+        if spelled in found:
+            raise FieldValue(inner, where).fault("is there in two spellings")
+        found[spelled] = in_camel_case(inner, fields, where)
+    return found
+
+
+def _camel(name: str) -> str:
+    first, *more = name.split("_")
+    return first + "".join(word[:1].upper() + word[1:] for word in more) if first else name
+
+
+def as_json_schema(schema: JSON) -> JSON:
+    """Of a schema as Gemini writes it."""
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _keyword(name, value) for name, value in schema.items()}
+
+
+def _keyword(name: str, value: JSON) -> JSON:
+    if name == "type":
+        return _type(value)
+    if name in _OF_ONE:
+        return as_json_schema(value)
+    if name in _OF_SEVERAL and isinstance(value, list):
+        return [as_json_schema(one) for one in value]
+    if name in _OF_NAMES and isinstance(value, dict):
+        return {one: as_json_schema(inner) for one, inner in value.items()}
+    return value
+
+
+def _type(value: JSON) -> JSON:
+    if isinstance(value, list):
+        return [_type(one) for one in value]
+    return value.lower() if isinstance(value, str) else value

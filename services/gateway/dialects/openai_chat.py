@@ -13,11 +13,9 @@ import msgspec
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
-from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.dialect import COMMENT, Fault, Heading, ParsedRequest, StreamState, event, spans
 from services.gateway.dialects.fields import OPENAI_CHAT
 from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
-from services.gateway.dialects.sse import COMMENT, event
 from services.gateway.dialects.tool_forms import Form, Forms, arguments_of, form_of, text_tool, told_id, told_text
 from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
 

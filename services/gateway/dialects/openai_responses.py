@@ -13,12 +13,10 @@ from dataclasses import replace
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolCall, ToolSchema
 from services.gateway.dialects import asks
-from services.gateway.dialects.dialect import Heading, ParsedRequest, StreamState, spans
-from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.dialect import Fault, Heading, ParsedRequest, StreamState, event, spans
 from services.gateway.dialects.fields import OPENAI_RESPONSES
 from services.gateway.dialects.openai_chat import arguments_text, error, needs_tool, said_choice
 from services.gateway.dialects.sent import FieldValue, Reader, ReadFields
-from services.gateway.dialects.sse import event
 from services.gateway.dialects.tool_forms import (
     Form,
     Forms,

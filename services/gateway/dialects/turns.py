@@ -174,7 +174,7 @@ class Refusal(Exception):
         return self.kind in (RefusalKind.AWAY, RefusalKind.TOO_MANY)
 
 
-class Answering(Protocol):
+class PendingAnswer(Protocol):
     """An answer on its way. Pieces come while the policy samples; the last item is the whole answer.
 
     Whoever takes items may stop in the middle (its connection broke): sampling goes on, and the turn is kept as one
@@ -223,7 +223,7 @@ class Answering(Protocol):
 class Turns(Protocol):
     """What the HTTP side needs of the episodes."""
 
-    async def ask(self, key: str, ask: TurnRequest) -> Answering:
+    async def ask(self, key: str, ask: TurnRequest) -> PendingAnswer:
         """Waits while the episode of ``key`` is brought back here, up to a bound: nothing can be said to the client
         meanwhile. Raises ``Refusal``."""
         ...

@@ -1,45 +1,42 @@
 """The routes of the gateway: what agents speak to, given a base URL and the key of an episode.
 
-Rule: a request is answered in the shape of the dialect that its path belongs to, errors included. What an episode does
-with a request is not known here.
+Rule: a request is led by its exact path and method, or by what a path begins with: another spelling of a path is no
+route, since a redirected request loses its body in some clients. It is answered in the shape of the dialect that its
+path belongs to, errors included. What an episode does with a request is not known here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.json_value import JSON
 from gspo_core.types import MAX_USER_CHARS
-from services.episodes.canonical import of_messages
+from services.episodes.fingerprints import of_messages
 from services.episodes.keys import PAYING
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.asks import VOLATILE
-from services.gateway.dialects.dialect import Dialect, ParsedRequest
-from services.gateway.dialects.faults import final
+from services.gateway.dialects.dialect import Dialect, ParsedRequest, final
 from services.gateway.dialects.fields import EPISODE, RECEIPT
-from services.gateway.dialects.gemini import Gemini
-from services.gateway.dialects.gemini_paths import COUNT, PREFIX, PREFIXES, STREAM, VERBS, joined, path_of
+from services.gateway.dialects.gemini import COUNT, PREFIX, PREFIXES, STREAM, VERBS, Gemini, joined, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.sent import FieldValue, Reader, without_index
-from services.gateway.dialects.turns import Answering, Turns
-from services.gateway.http.bodies import SMALL_BODY_BYTES, Bodies
-from services.gateway.http.forwarding import FORWARDED_BY, TURN
+from services.gateway.dialects.turns import PendingAnswer, Refusal, Turns
+from services.gateway.http.bodies import SMALL_BODY_BYTES, Bodies, BodyTooLarge, Seats
+from services.gateway.http.forwarding import FORWARDED_BY, TURN, Receipts
 from services.gateway.http.forwarding import RECEIPT as RECEIPT_PATH
-from services.gateway.http.receipts import Receipts
-from services.gateway.http.requests import TELLABLE, GatewayMiddleware, dialect_of, is_gemini, key_of
-from services.gateway.http.routing import Routing
-from services.gateway.http.seats import Seats
+from services.gateway.http.requests import TELLABLE, GatewayMiddleware, dialect_of, is_gemini, key_of, refused
 from services.gateway.http.streams import Pace, TurnResponse, fault_reply, json_reply
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -52,6 +49,7 @@ DIALECTS: Mapping[str, Dialect] = {
 _COUNTING = AnthropicMessages(counts=True)
 MAX_TOLD = 64
 _GEMINI_COUNTING = Gemini(counts=True)
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def build_app(
@@ -80,6 +78,41 @@ def build_app(
         kind, given, named = forwarding
         app = kind(app, *given, **named)
     return GatewayMiddleware(app, paths=posts.keys() | gets.keys(), seats=seats or Seats())
+
+
+class Routing:
+    """Leads a request to what answers it."""
+
+    def __init__(
+        self,
+        posts: Mapping[str, Endpoint],
+        gets: Mapping[str, Endpoint],
+        posts_below: Mapping[str, Endpoint],
+        gets_below: Mapping[str, Endpoint],
+    ) -> None:
+        """``..._below``: all paths that begin so; their endpoints know which of these there are."""
+        self._by_method = {"POST": posts, "GET": gets, "HEAD": gets}
+        self._below = {"POST": posts_below, "GET": gets_below, "HEAD": gets_below}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        answer: ASGIApp
+        try:
+            answer = await self._endpoint(scope["method"], scope["path"])(request)
+        except (HTTPException, Refusal, BodyTooLarge) as error:
+            answer = await refused(request, error)
+        await answer(scope, receive, send)
+
+    def _endpoint(self, method: str, path: str) -> Endpoint:
+        """Raises ``HTTPException``."""
+        endpoint = self._by_method.get(method, {}).get(path)
+        if endpoint is None:
+            below = self._below.get(method, {})
+            endpoint = next((one for begin, one in below.items() if path.startswith(begin)), None)
+        if endpoint is None:
+            is_known = any(path in endpoints for endpoints in self._by_method.values())
+            raise HTTPException(405 if is_known else 404)
+        return endpoint
 
 
 class _Routes:
@@ -122,14 +155,14 @@ class _Routes:
                 dropped=tuple(one.removeprefix(VOLATILE) for one in question.ignored if one.startswith(VOLATILE)),
                 unsupported=question.unsupported,
             )
-            answering: Answering = await self._turns.ask(key, ask)
+            pending: PendingAnswer = await self._turns.ask(key, ask)
         question = question.without_history()
         model = question.model if question.model in names else names[0]
-        headers = _ignored(question, names, answering.left_out)
+        headers = _ignored(question, names, pending.left_out)
         if FORWARDED_BY in request.headers:
-            headers, answering = {**headers, TURN: answering.id}, self._receipts.through_a_neighbour(key, answering)
+            headers, pending = {**headers, TURN: pending.id}, self._receipts.through_a_neighbour(key, pending)
         self._leaving = self._leaving or asyncio.create_task(self._stopping.wait(), name="leaving")
-        return TurnResponse(dialect, question, model, answering, headers, self._leaving, self._pace)
+        return TurnResponse(dialect, question, model, pending, headers, self._leaving, self._pace)
 
     async def count_tokens(self, request: Request) -> Response:
         return await self._count(request, _COUNTING, "input_tokens", {})

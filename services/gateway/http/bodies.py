@@ -1,10 +1,13 @@
-"""Bodies of requests: read within budgets of bytes, and made into values away from the event loop where they are large.
+"""Bodies of requests: read within budgets of bytes and of open requests, and made into values away from the event loop
+where they are large.
 
-Rule: a body counts in the budget of its key from its first byte until a turn was made of it, and in that of all keys
-with what it has beyond ``FREE_BYTES``; what is too much is refused at once. So keys whose large bodies stand still shut
-out no small one. Those first bytes are bounded by how many requests may be open (``seats``). What would become too many
-values is refused before any of them is made. Large bodies are parsed one after the other, so that whoever waits for the
-interpreter waits for one thread at most.
+Rule: a request too many, of one key or of all, is refused before its body is read: an agent has a few turns under way
+at once, and a loop that does not wait for its answers must not take what other episodes need. A body counts in the
+budget of its key from its first byte until a turn was made of it, and in that of all keys with what it has beyond
+``FREE_BYTES``; what is too much is refused at once. So keys whose large bodies stand still shut out no small one. Those
+first bytes are bounded by how many requests may be open. Keys are held as digests while they ask. What would become too
+many values is refused before any of them is made. Large bodies are parsed one after the other, so that whoever waits
+for the interpreter waits for one thread at most.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -21,7 +25,6 @@ from starlette.requests import Request
 from gspo_core import strict_json
 from gspo_core.json_value import JSON
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.http.nodes import has_more_nodes
 
 T = TypeVar("T")
 
@@ -39,6 +42,14 @@ IN_THREAD_BYTES = 256 << 10
 # A thousand messages with sixty tools have a tenth of it. Made of so many empty lists, a body holds the interpreter for
 # some 30 ms.
 MAX_NODES = 300_000
+# Agents that start agents of their own share the key of their episode.
+MAX_OPEN_OF_ONE = 64
+# Each holds its history in memory, megabytes at times.
+MAX_OPEN = 2048
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_ARGUMENTS = b'"arguments"'
+# Counting in more at once holds the interpreter, so that nobody is answered meanwhile.
+_PIECE_BYTES = 1 << 20
 
 
 class BodyTooLarge(Exception):
@@ -46,6 +57,35 @@ class BodyTooLarge(Exception):
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"a body may have at most {most_bytes} bytes")
+
+
+class Seats:
+    """Those of the requests that may be open at once: of one key, and of all."""
+
+    def __init__(self, most: int = MAX_OPEN, most_of_one: int = MAX_OPEN_OF_ONE) -> None:
+        self._most = most
+        self._most_of_one = most_of_one
+        self._open: Counter[bytes] = Counter()
+        self._num_open = 0
+
+    @contextlib.contextmanager
+    def taken(self, key: str) -> Iterator[None]:
+        """Raises ``Refusal``."""
+        name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:16]
+        if self._open[name] >= self._most_of_one:
+            message = f"{self._most_of_one} requests with this key wait for their answers, as many as may; wait for one"
+            raise Refusal(RefusalKind.TOO_MANY, message)
+        if self._num_open >= self._most:
+            raise Refusal(RefusalKind.AWAY, "too many requests are open at this gateway; ask again")
+        self._open[name] += 1
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._open[name] -= 1
+            if not self._open[name]:
+                del self._open[name]
 
 
 class Bodies:
@@ -147,3 +187,39 @@ def parsed(data: bytes | bytearray) -> JSON:
     if strict_json.has_half_a_character(data, value):
         raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character")
     return value
+
+
+def has_more_nodes(text: bytes | bytearray, most: int) -> bool:
+    """Whether a JSON text would become more values and names, counted without making any of them.
+
+    What stands in a text is no value, except in the texts of calls' arguments, which are JSON again and are read. It
+    counts too many rather than too few: an empty list is two. It takes a time that grows with ``most``, and little with
+    the length of the text, and does not say whether that is JSON."""
+    if _nodes(text, 0, len(text)) <= most:  # so nearly always: it counts what stands in texts, too
+        return False
+    count, end, name = 0, 0, b""
+    for string in _STRING.finditer(text):
+        start, before = string.start(), end
+        end = string.end()
+        is_arguments = name == _ARGUMENTS or b"\\" in name  # the name may be spelled with escapes
+        if is_arguments and text[before:start].strip() == b":":
+            count += _nodes(text, before, end)
+        else:
+            count += 1 + _signs(text, before, start)
+        if count > most:
+            return True
+        name = string.group() if end - start <= 6 * len(_ARGUMENTS) else b""
+    return count + _signs(text, end, len(text)) > most
+
+
+def _nodes(text: bytes | bytearray, start: int, end: int) -> int:
+    return _signs(text, start, end) + _count(text, (b'"',), start, end) // 2
+
+
+def _signs(text: bytes | bytearray, start: int, end: int) -> int:
+    return _count(text, (b",", b"[", b"{"), start, end)
+
+
+def _count(text: bytes | bytearray, signs: Iterable[bytes], start: int, end: int) -> int:
+    pieces = ((begin, min(begin + _PIECE_BYTES, end)) for begin in range(start, end, _PIECE_BYTES))
+    return sum(text.count(sign, *piece) for piece in pieces for sign in signs)

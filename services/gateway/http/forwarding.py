@@ -1,9 +1,12 @@
 """Passes a request on to the gateway that holds its episode, so that several stand behind one address.
 
-Rule: a request goes to a gateway of this installation or nowhere: the address comes from Redis, the key was signed
-here, and a request that was passed on once is answered where it came to. That it was, a gateway says in a header that
-nobody else can write: who could would take turns out of training, as not delivered. Its answer is handed back byte by
-byte, and the gateway that gave it is told whether the client had all of it.
+Rule: a request goes to a gateway of this installation or nowhere: the address comes from the record that a gateway
+keeps of itself in Redis, and is believed for a moment only, since episodes move; the key was signed here, and a request
+that was passed on once is answered where it came to. That it was, a gateway says in a header that nobody else can
+write: who could would take turns out of training, as not delivered. Its answer is handed back byte by byte, and the
+gateway that gave it is told whether the client had all of it: a turn counts as delivered when the client has it, not
+when a neighbour does, and a neighbour that says nothing has not delivered. An episode that was erased is held by none,
+and that is said at once.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import httpx
@@ -20,13 +24,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gspo_core.types import EpisodeKey
 from services.episodes.keys import Keys
-from services.gateway.dialects.faults import fault_of
-from services.gateway.dialects.turns import OVER, Refusal, RefusalKind
+from services.gateway.dialects.dialect import fault_of
+from services.gateway.dialects.turns import ERASED, OVER, Answer, PendingAnswer, Piece, Refusal, RefusalKind
 from services.gateway.http.requests import KEY_HEADERS, dialect_of, key_of
 from services.gateway.http.streams import fault_reply
 from services.process.cancelling import cancel_all
 from services.process.telemetry import get_logger
 from services.state.client import Away
+from services.state.fleet import Fleet
+from services.state.queue import Bus
 
 FORWARDED_BY = "x-gspo-forwarded-by"
 TURN = "x-gspo-turn"
@@ -40,6 +46,10 @@ _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", TURN}
 )
+# What was found of an episode is believed so long, and kept of so many.
+BELIEVED_S = 2.0
+MAX_KNOWN = 4096
+RECEIPT_PATIENCE_S = 30.0
 
 
 class Elsewhere(Protocol):
@@ -50,6 +60,46 @@ class Elsewhere(Protocol):
     async def is_over(self, key: EpisodeKey) -> bool: ...
 
     def forget(self, key: EpisodeKey) -> None: ...
+
+
+class Neighbours:
+    """Which of several gateways holds an episode, and where it is reached. It does not judge whether a key is right."""
+
+    def __init__(self, name: str, bus: Bus, fleet: Fleet, clock: Callable[[], float]) -> None:
+        """``name``: of this gateway."""
+        self._name = name
+        self._bus = bus
+        self._fleet = fleet
+        self._clock = clock
+        self._known: OrderedDict[EpisodeKey, tuple[float, str]] = OrderedDict()
+
+    async def address_of(self, key: EpisodeKey) -> str:
+        """The base URL of the other gateway that holds the episode; empty if none does. Raises ``Refusal``."""
+        found_at, address = self._known.get(key, (0.0, ""))
+        if not address or self._clock() - found_at > BELIEVED_S:
+            address = await self._look(key)
+            self._known[key] = self._clock(), address
+            self._known.move_to_end(key)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return address
+
+    async def is_over(self, key: EpisodeKey) -> bool:
+        """No gateway will ever hold it (again)."""
+        return await self._bus.is_over(key)
+
+    def forget(self, key: EpisodeKey) -> None:
+        """It did not answer there."""
+        self._known.pop(key, None)
+
+    async def _look(self, key: EpisodeKey) -> str:
+        holder = await self._bus.holder(key)
+        if not holder and await self._bus.was_erased(key):
+            raise Refusal(RefusalKind.ENDED, ERASED)
+        if not holder or holder == self._name:
+            return ""
+        record = await self._fleet.worker(holder)
+        return "" if record is None or record.kind != "gateway" else record.address
 
 
 def between_gateways() -> httpx.AsyncClient:
@@ -248,3 +298,84 @@ class _Passing:
             await self._http.post(f"{self._address}{RECEIPT}", json=body, headers=headers, timeout=CONNECT_S)
         except httpx.TransportError as error:  # then it counts as one that the client does not have
             get_logger().warning("a neighbour was not told of a delivery", address=self._address, error=str(error))
+
+
+class Receipts:
+    """Answers that a neighbour hands to the client: open until it says whether the client has them."""
+
+    def __init__(self, patience_s: float = RECEIPT_PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._open: dict[tuple[str, str], list[PendingAnswer]] = {}
+        """By key and turn; a turn may be given to several clients at once."""
+
+    def through_a_neighbour(self, key: str, pending: PendingAnswer) -> Forwarded:
+        return Forwarded(self, key, pending)
+
+    def hold(self, key: str, pending: PendingAnswer) -> None:
+        self._open.setdefault((key, pending.id), []).append(pending)
+        asyncio.get_running_loop().call_later(self._patience_s, self._give_up, key, pending)
+
+    async def settle(self, key: str, turn: str, *, is_delivered: bool) -> None:
+        """Harmless for a turn that is not open (any more)."""
+        held = self._open.get((key, turn))
+        if held:
+            pending = held[0]
+            self._remove(key, pending)
+            if is_delivered:
+                await pending.delivered()
+            pending.dropped()
+
+    def _give_up(self, key: str, pending: PendingAnswer) -> None:
+        self._remove(key, pending)
+        pending.dropped()  # which says nothing of one that was delivered
+
+    def _remove(self, key: str, pending: PendingAnswer) -> None:
+        held = self._open.get((key, pending.id), [])
+        if pending in held:
+            held.remove(pending)
+        if not held:
+            self._open.pop((key, pending.id), None)
+
+
+class Forwarded:
+    """A ``PendingAnswer`` whose client is behind a neighbour."""
+
+    def __init__(self, receipts: Receipts, key: str, pending: PendingAnswer) -> None:
+        self._receipts = receipts
+        self._key = key
+        self._pending = pending
+        self._is_handed_on = False
+
+    @property
+    def id(self) -> str:
+        return self._pending.id
+
+    @property
+    def created_at(self) -> int:
+        return self._pending.created_at
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._pending.num_prompt_tokens
+
+    @property
+    def trace(self) -> str:
+        return self._pending.trace
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        return self._pending.left_out
+
+    def __aiter__(self) -> AsyncIterator[Piece | Answer]:
+        return aiter(self._pending)
+
+    async def whole(self) -> Answer:
+        return await self._pending.whole()
+
+    async def delivered(self) -> None:
+        self._is_handed_on = True
+        self._receipts.hold(self._key, self._pending)
+
+    def dropped(self) -> None:
+        if not self._is_handed_on:
+            self._pending.dropped()

@@ -18,15 +18,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
-from services.gateway.dialects.dialect import Dialect
-from services.gateway.dialects.faults import Fault, fault_of, final
-from services.gateway.dialects.gemini import Gemini
-from services.gateway.dialects.gemini_paths import PREFIX, path_of
+from services.gateway.dialects.dialect import Dialect, Fault, fault_of, final
+from services.gateway.dialects.gemini import PREFIX, Gemini, path_of
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses
 from services.gateway.dialects.turns import Refusal, RefusalKind
-from services.gateway.http.bodies import BodyTooLarge
-from services.gateway.http.seats import Seats
+from services.gateway.http.bodies import BodyTooLarge, Seats
 from services.gateway.http.streams import fault_reply
 from services.process.telemetry import get_logger
 

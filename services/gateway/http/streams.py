@@ -17,10 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gspo_core.json_value import JSON
-from services.gateway.dialects import sse
-from services.gateway.dialects.dialect import Dialect, Heading, ParsedRequest
-from services.gateway.dialects.faults import Fault, fault_of
-from services.gateway.dialects.turns import Answer, Answering, Piece, Refusal, RefusalKind
+from services.gateway.dialects.dialect import STREAM_HEADERS, Dialect, Fault, Heading, ParsedRequest, fault_of
+from services.gateway.dialects.turns import Answer, PendingAnswer, Piece, Refusal, RefusalKind
 from services.process.cancelling import cancel_all
 
 # So long an answer may begin with an error that clients act on by its status.
@@ -57,7 +55,7 @@ class TurnResponse:
         dialect: Dialect,
         question: ParsedRequest,
         model: str,
-        answering: Answering,
+        pending: PendingAnswer,
         headers: Mapping[str, str],
         leaving: asyncio.Task[bool],
         pace: Pace,
@@ -66,15 +64,15 @@ class TurnResponse:
         self._dialect = dialect
         self._question = question
         self._model = model
-        self._answering = answering
+        self._pending = pending
         self._headers = headers
-        self._told = {**headers, TRACE: answering.trace} if answering.trace else headers
+        self._told = {**headers, TRACE: pending.trace} if pending.trace else headers
         """With an answer; what was refused may be in no conversation."""
         self._leaving = leaving
         self._pace = pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _Items(self._answering, receive, self._leaving) as items:
+        async with _Items(self._pending, receive, self._leaving) as items:
             try:
                 if self._question.is_stream:
                     await self._stream(items, send)
@@ -86,7 +84,7 @@ class TurnResponse:
                 reply = fault_reply(self._dialect, fault_of(refused.refusal), self._headers)
                 await reply(scope, receive, send)
             finally:
-                self._answering.dropped()  # which says nothing of a turn that was delivered
+                self._pending.dropped()  # which says nothing of a turn that was delivered
 
     async def _send_whole(self, items: _Items, send: Send) -> None:
         answer = await items.take_whole()
@@ -97,10 +95,10 @@ class TurnResponse:
 
     async def _stream(self, items: _Items, send: Send) -> None:
         item = await items.take_first(self._pace.commit_after_s)
-        answering = self._answering
-        heading = Heading(answering.id, answering.created_at, self._model, answering.num_prompt_tokens)
+        pending = self._pending
+        heading = Heading(pending.id, pending.created_at, self._model, pending.num_prompt_tokens)
         writer = self._dialect.writer(self._question, heading)
-        await send(_start(200, {**self._told, **sse.HEADERS}))
+        await send(_start(200, {**self._told, **STREAM_HEADERS}))
         await send(_body(writer.begin()))
         while not isinstance(item, Answer):
             await send(_body(writer.piece(item) if item is not None else writer.alive()))
@@ -114,7 +112,7 @@ class TurnResponse:
     async def _send_last(self, body: bytes, items: _Items, send: Send) -> None:
         await send(_body(body, more=False))
         if not items.is_client_gone:
-            await self._answering.delivered()
+            await self._pending.delivered()
 
 
 def fault_reply(dialect: Dialect, fault: Fault, headers: Mapping[str, str]) -> Response:
@@ -129,8 +127,8 @@ def json_reply(body: JSON, headers: Mapping[str, str], status: int = 200) -> Res
 class _Items:
     """The items of an answer, as long as there is a client. The request's body must have been read."""
 
-    def __init__(self, answering: Answering, receive: Receive, leaving: asyncio.Task[bool]) -> None:
-        self._answering = answering
+    def __init__(self, pending: PendingAnswer, receive: Receive, leaving: asyncio.Task[bool]) -> None:
+        self._pending = pending
         self._items: AsyncIterator[Piece | Answer] | None = None
         self._next: asyncio.Task[Piece | Answer] | None = None
         self._gone = asyncio.create_task(_disconnected(receive), name="client gone")
@@ -148,7 +146,7 @@ class _Items:
 
     async def take_whole(self) -> Answer:
         """Like ``take_first``, the last item alone."""
-        self._next = asyncio.create_task(self._answering.whole(), name="answer")
+        self._next = asyncio.create_task(self._pending.whole(), name="answer")
         item = await self.take_first(None)
         assert isinstance(item, Answer)
         return item
@@ -167,7 +165,7 @@ class _Items:
 
     async def _take(self, wait_s: float | None, more: set[asyncio.Task[Any]]) -> Piece | Answer | None:
         if self._next is None:
-            self._items = self._items or aiter(self._answering)
+            self._items = self._items or aiter(self._pending)
             self._next = asyncio.create_task(_next(self._items), name="next item")
         await asyncio.wait({self._next, self._gone, *more}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if self._next.done():

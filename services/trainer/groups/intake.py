@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.types import EpisodeKey, Group, Segment, Spent, Split, Trajectory
+from gspo_core.types import EpisodeKey, Group, Segment, Split, TimeSplit, Trajectory
 from services.process.telemetry import get_logger
 from services.state.queue import Bus, ReadyGroup
 
@@ -36,7 +36,7 @@ class Intake:
         """Segments read so far."""
         self.num_turns = 0
         """Turns that have begun to arrive."""
-        self.newest_turns: deque[Spent] = deque(maxlen=NEWEST_TURNS)
+        self.newest_turns: deque[TimeSplit] = deque(maxlen=NEWEST_TURNS)
         """Where the time of the newest pieces went, as far as it was recorded."""
         self._last_turn: dict[EpisodeKey, int] = {}
         """The newest turn of each episode that has not ended."""

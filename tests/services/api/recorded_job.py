@@ -21,7 +21,7 @@ from gspo_core.codec import encode
 from gspo_core.env import Environment, load_environment
 from gspo_core.spec import JobSpec
 from gspo_core.starter.tokenizer import write_tokenizer
-from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Spent, Split, StopReason, Trajectory
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, TimeSplit, Trajectory
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
@@ -125,7 +125,7 @@ class Player:
             behavior_logprobs=[*([0.0] * len(given)), *logprobs],
             outcome=outcome,
             # The tool answers more slowly than the policy speaks, and the first request finds no engine.
-            spent=Spent(
+            spent=TimeSplit(
                 0.0 if outcome else 0.25 * turn + 0.5,
                 0.125 if outcome else 0.75 * turn,
                 0.0 if turn or outcome else 0.375,

@@ -30,7 +30,7 @@ from services.files.batch_log import (
     BatchLogNotFound,
     DamagedBatchLog,
     read_batch,
-    spent,
+    removable_batches,
 )
 from services.files.batch_view import main
 from services.files.job_dir import JobDir
@@ -429,9 +429,9 @@ class TestReplay:
 
     def test_kept_is_what_a_replay_needs_and_the_newest(self) -> None:
         def kept(after_step: int, num_newest: int) -> set[tuple[int, int]]:
-            return {*self.FOUND} - spent(self.FOUND, after_step, num_newest)
+            return {*self.FOUND} - removable_batches(self.FOUND, after_step, num_newest)
 
         assert kept(7, 1) == {(1, 8), (1, 9), (2, 8)}
         assert kept(8, 3) == {(1, 9), (2, 7), (2, 8)}
         assert kept(9, 0) == set()
-        assert spent([], 1, 5) == set()
+        assert removable_batches([], 1, 5) == set()

@@ -19,8 +19,7 @@ from gspo_core.types import Split
 from services.episodes.keys import Keys
 from services.gateway.agent.attempt import AgentDriver
 from services.gateway.agent.door import EpisodeRouter
-from services.gateway.agent.judge_keys import JudgeKeys
-from services.gateway.agent.judging import Judges
+from services.gateway.agent.judging import JudgeKeys, Judges
 from services.gateway.agent.outbound_http import OutboundHttp
 from services.gateway.agent.pulled import LoanBoard
 from services.gateway.dialects.turns import Answer, Refusal

@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gspo_core.outbound import parse_networks
-from services.gateway.agent.judge_keys import JudgeKeys
-from services.gateway.agent.judging import Judges
+from services.gateway.agent.judging import JudgeKeys, Judges
 from services.gateway.agent.outbound_http import outbound_http
 from services.process.http_server import serve_http
 from services.process.ports import free_port

@@ -16,7 +16,7 @@ from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
 from services.episodes.snapshots import TreeSnapshot
-from services.gateway.agent.paying import Payer
+from services.gateway.agent.rewards import Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.hosts.session import SessionLost
 from services.state.keys import job_key

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from gspo_core.messages import CalledFunction, Message
-from services.episodes import canonical
-from services.episodes.canonical import of_messages
+from services.episodes import fingerprints
+from services.episodes.fingerprints import of_messages
 from services.gateway.dialects.turns import Refusal, RefusalKind, Turns
-from services.gateway.http import nodes
+from services.gateway.http import bodies as bodies_module
 from services.gateway.http.app import DIALECTS, build_app
 from services.gateway.http.bodies import (
     FREE_BYTES,
@@ -31,8 +31,8 @@ from services.gateway.http.bodies import (
     SMALL_BODY_BYTES,
     Bodies,
     BodyTooLarge,
+    has_more_nodes,
 )
-from services.gateway.http.nodes import has_more_nodes
 from tests.patience import HANG_S
 from tests.services.gateway.agent_kit import door
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted
@@ -215,7 +215,7 @@ def test_signs_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
             pieces.add((len(self) if end is None else end) - start)
             return super().count(sign, start, end)
 
-    monkeypatch.setattr(nodes, "_PIECE_BYTES", 3)
+    monkeypatch.setattr(bodies_module, "_PIECE_BYTES", 3)
     text = b"[" + b"[1], " * 20 + b'"a, b"]'
     assert not has_more_nodes(Noted(text), 42)
     assert has_more_nodes(Noted(text), 41)
@@ -232,14 +232,14 @@ def test_long_texts_are_digested_piece_by_piece_and_as_before(monkeypatch: pytes
     ]
     whole = of_messages(said)
     written: list[int] = []
-    write = canonical._write
+    write = fingerprints._write
 
     def noted(value: object) -> str:
         written.append(len(value) if isinstance(value, str) else 0)
         return write(value)
 
-    monkeypatch.setattr(canonical, "_PIECE_CHARS", 1000)
-    monkeypatch.setattr(canonical, "_write", noted)
+    monkeypatch.setattr(fingerprints, "_PIECE_CHARS", 1000)
+    monkeypatch.setattr(fingerprints, "_write", noted)
     assert of_messages(said) == whole
     assert max(written) == 1000
     as_before = json.dumps(["user", text], sort_keys=True, ensure_ascii=False, separators=(",", ":"))

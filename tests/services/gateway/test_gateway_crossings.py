@@ -15,8 +15,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message
 from services.episodes.matching import MAX_REPEAT_KEYS
 from services.episodes.snapshots import TreeSnapshot
-from services.gateway.agent.lengths import LONG_BYTES
-from services.gateway.agent.plan import TurnPlanner
+from services.gateway.agent.plan import LONG_BYTES, TurnPlanner
 from services.gateway.dialects.anthropic_messages import AnthropicMessages
 from services.gateway.dialects.openai_chat import OpenAIChat
 from services.gateway.dialects.openai_responses import OpenAIResponses

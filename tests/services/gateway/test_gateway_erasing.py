@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from gspo_core.chat import HermesCodec
 from gspo_core.types import EpisodeKey
 from services.gateway.dialects.turns import ERASED, Refusal, RefusalKind
-from services.gateway.http.forwarding import REWARD, between_gateways
-from services.gateway.http.neighbours import Neighbours
+from services.gateway.http.forwarding import REWARD, Neighbours, between_gateways
 from services.state.queue_records import ErasedWord
 from services.state.refusals import EpisodeErased
 from services.state.store import Store

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.episodes.canonical import of_messages
+from services.episodes.fingerprints import of_messages
 from services.gateway.dialects.dialect import Heading
 from services.gateway.dialects.fields import GEMINI
-from services.gateway.dialects.gemini import Gemini
-from services.gateway.dialects.gemini_paths import path_of
-from services.gateway.dialects.gemini_schema import as_json_schema
-from services.gateway.dialects.spelling import in_camel_case
+from services.gateway.dialects.gemini import Gemini, as_json_schema, in_camel_case, path_of
 from services.gateway.dialects.turns import Answer, Piece, Refusal, RefusalKind, TurnRequest, Usage
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Scripted, serving
 from tests.services.gateway.speakers import SPEAKERS, Wire

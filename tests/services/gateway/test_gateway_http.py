@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from services.gateway.dialects.turns import Refusal, RefusalKind, TurnRequest
 from services.gateway.http.app import build_app
-from services.gateway.http.bodies import MAX_BODY_BYTES
-from services.gateway.http.seats import Seats
+from services.gateway.http.bodies import MAX_BODY_BYTES, Seats
 from services.gateway.http.streams import Pace
 from tests.patience import HANG_S
 from tests.services.gateway.fake_turns import KEY, FakeTurns, Gateway, Scripted, serving, texts

@@ -17,10 +17,9 @@ from gspo_core.codec import decode
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.keys import KEPT_S, Keys
 from services.episodes.metering import Counters
-from services.gateway.agent import late
+from services.gateway.agent import rewards as rewards_module
 from services.gateway.agent.door import EpisodeRouter
-from services.gateway.agent.late import EndedEpisode, LateRewards
-from services.gateway.agent.paying import ANYBODY, Payer
+from services.gateway.agent.rewards import ANYBODY, EndedEpisode, LateRewards, Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.state.client import NotPermitted
 from services.state.queue import Bus
@@ -334,7 +333,7 @@ async def test_the_key_lives_as_long_as_the_reward_may_come(table: Table, codec:
 async def test_an_episode_is_not_paid_without_end(
     table: Table, codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "MAX_REWARDS", 8)
+    monkeypatch.setattr(rewards_module, "MAX_REWARDS", 8)
     now = Hours()
     played = await play(table, codec, now)
     door = gateway(table.bus, now)

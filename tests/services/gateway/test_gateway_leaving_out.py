@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gspo_core.spec import AgentSpec
-from services.episodes.canonical import of_messages
-from services.gateway.agent.leaving_out import MOST_PLACES, cut, without_volatile
+from services.episodes.fingerprints import of_messages
+from services.gateway.agent.plan import MOST_PLACES, cut, without_volatile
 from services.gateway.dialects.asks import make_ask
 from services.gateway.dialects.sent import FieldValue
 from services.gateway.dialects.turns import AUTO, TurnRequest

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_core.chat import HermesCodec
 from gspo_core.types import StopReason
-from services.gateway.agent.lengths import LONG_BYTES, may_be_too_long, num_beyond
+from services.gateway.agent.plan import LONG_BYTES, may_be_too_long, num_beyond
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from tests.services.gateway.gateway_kit import Bench, judge, request, said, take, user
 from tests.services.rollout.rollout_kit import until
@@ -66,7 +66,7 @@ async def test_its_ids_are_those_that_it_would_have_been_encoded_to_on_the_loop(
 ):
     prompts = []
     for limit in (LONG_BYTES, 1 << 30):
-        monkeypatch.setattr("services.gateway.agent.lengths.LONG_BYTES", limit)
+        monkeypatch.setattr("services.gateway.agent.plan.LONG_BYTES", limit)
         bench, _ = bench_of(codec)
         answer = await bench.ask(user(LONG))
         await bench.ask(user(LONG), said(answer), user("and?"))

@@ -16,7 +16,7 @@ import pytest
 from gspo_core.chat import HermesCodec
 from gspo_core.messages import Message, ToolSchema
 from services.episodes.policy import Sampled
-from services.gateway.agent.lengths import LONG_BYTES
+from services.gateway.agent.plan import LONG_BYTES
 from services.gateway.dialects.turns import Refusal, TurnRequest
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, read, request, said, take, user
 from tests.services.rollout.rollout_kit import answer_of, until

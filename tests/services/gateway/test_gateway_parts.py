@@ -14,8 +14,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
 from gspo_core.types import StopReason
 from services.episodes.matching import TurnEntry
-from services.episodes.snapshots import StoredReward, TreeSnapshot
-from services.episodes.tree_parts import TreeParts
+from services.episodes.snapshots import StoredReward, TreeParts, TreeSnapshot
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.state.queue import Append, Kept, Snapshot
 from tests.services.gateway.gateway_kit import BabblingPolicy, Bench, HeldRecords, request, said, take, user

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.agent_demo import agent_service
 from gspo_core.messages import Message
-from services.gateway.dialects import faults
+from services.gateway.dialects import dialect as dialect_module
 from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.gateway.http.streams import Pace
@@ -169,7 +169,7 @@ async def edge_cases(package: str, gateway: Gateway) -> list[Any]:
 
 @EACH
 async def test_what_is_away_is_asked_again_with_the_mark_of_a_retry(package: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(faults, "RETRY_AFTER_S", 1)
+    monkeypatch.setattr(dialect_module, "RETRY_AFTER_S", 1)
     names = [f"{name} {way}" for name in PACKAGES[package] for way in ("whole", "stream")]
     away = Refusal(RefusalKind.AWAY, "not now")
     turns = FakeTurns([one for _ in names for one in (away, Scripted("x"), Scripted(refusal=away), Scripted("x"))])

@@ -24,7 +24,7 @@ from services.episodes.policy import Policy, Sampled
 from services.episodes.snapshots import TreeSnapshot
 from services.episodes.tree import TokenTree
 from services.gateway.agent.episode import AgentEpisode
-from services.gateway.agent.seeds import sampling_seed
+from services.gateway.agent.plan import sampling_seed
 from services.gateway.dialects.turns import TurnRequest
 from services.state.queue import LeasedEpisode
 from services.state.retry import Backoff, Retrier

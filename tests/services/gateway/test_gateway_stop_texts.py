@@ -17,10 +17,9 @@ from gspo_core.chat.template import TemplateCodec
 from gspo_core.chat.turns import TaggedCalls, read_hermes
 from gspo_core.messages import Message
 from gspo_core.starter.tokenizer import chat_template
-from services.episodes.endings import before_stop_text, stop_text_end
-from services.episodes.matching import Rewritten, TurnEntry
+from services.episodes.matching import Rewritten, TurnEntry, added
+from services.episodes.reading import before_stop_text, stop_text_end
 from services.episodes.snapshots import TreeSnapshot
-from services.episodes.written_back import added
 from services.gateway.dialects.turns import Answer
 from tests.core.qwen_vocabulary import qwen_vocabulary_or_skip
 from tests.services.gateway.gateway_kit import ADD, BabblingPolicy, Bench, judge, read, request, said, take, user

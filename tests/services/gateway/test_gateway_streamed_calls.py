@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.messages import Message
-from services.episodes.canonical import of_answer, of_message
+from services.episodes.fingerprints import of_answer, of_message
 from services.episodes.reading import certain, read
 from services.gateway.dialects.turns import Answer, Piece, ToolChoice
 from services.gateway.http.app import DIALECTS

@@ -19,14 +19,12 @@ from gspo_core.codec import decode
 from gspo_core.types import Segment
 from services.episodes import matching
 from services.episodes.metering import Counters
-from services.gateway.agent.forgetting import forget, forget_for_ever
-from services.gateway.agent.lengths import LONG_BYTES, is_long
-from services.gateway.agent.plan import TurnPlanner
-from services.gateway.agent.redaction import NoRedactor, load_redactor
+from services.gateway.agent.door import Entrances
+from services.gateway.agent.plan import LONG_BYTES, TurnPlanner, is_long
 from services.gateway.agent.talk_jobs import TalkJob, TalkJobs
 from services.gateway.agent.talking import Talking
+from services.gateway.agent.traffic import NoRedactor, forget, forget_for_ever, load_redactor
 from services.gateway.dialects.turns import Answer, Refusal, RefusalKind, TurnRequest
-from services.gateway.http.entrances import Entrances
 from services.state.client import Away, AwayReason, NotPermitted
 from services.state.functions import Functions
 from services.state.keys import job_key
@@ -287,7 +285,7 @@ async def test_it_goes_again_and_again_also_after_redis_was_away(place: Place, m
             raise asyncio.CancelledError
         raise Away(AwayReason.LOADING)
 
-    monkeypatch.setattr("services.gateway.agent.forgetting.forget", fails)
+    monkeypatch.setattr("services.gateway.agent.traffic.forget", fails)
     with pytest.raises(asyncio.CancelledError):
         await forget_for_ever(place.talks, KEEP, every_s=0.0)
     assert tries == 3

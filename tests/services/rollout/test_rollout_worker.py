@@ -38,12 +38,12 @@ from services.hosts.venv import Interpreters
 from services.process.cancelling import first_to_end
 from services.process.children import die_with_parent
 from services.process.ports import free_port
+from services.rollout import __main__ as rollout_main
 from services.rollout.attempt import EnvironmentDriver
 from services.state.queue import Append, Bus, Kept
 from services.state.queue_records import Stage as EpisodeStage
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
-from services.workers import processes
 from services.workers import worker as worker_module
 from services.workers.engines import JobEngines
 from services.workers.episode import Episode
@@ -669,12 +669,12 @@ async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_
 async def test_a_process_that_was_asked_to_leave_is_not_replaced_and_one_that_failed_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "RESTART_S", 0.0)
+    monkeypatch.setattr(rollout_main, "RESTART_S", 0.0)
     starts = tmp_path / "starts"
     program = f"import os; f = open({str(starts)!r}, 'a'); print('x', file=f, flush=True); f.close()"
     failing_first = f"{program}; os._exit(len(open({str(starts)!r}).readlines()) < 3)"
     async with asyncio.timeout(HANG_S):
-        await processes.watch([sys.executable, "-c", failing_first], 1, dict(os.environ), asyncio.Event())
+        await rollout_main.watch([sys.executable, "-c", failing_first], 1, dict(os.environ), asyncio.Event())
     assert len(starts.read_text().splitlines()) == 3
 
 

@@ -24,7 +24,7 @@ from gspo_core.types import EpisodeKey, Split
 from gspo_core.versions import WeightFile, WeightsManifest
 from services.episodes.metering import Counters
 from services.files.job_dir import JobsDir
-from services.gateway.agent.forgetting import forget
+from services.gateway.agent.traffic import forget
 from services.state.child import RedisChild
 from services.state.client import Away, AwayReason, CredentialsRefused, NotPermitted, connect
 from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord

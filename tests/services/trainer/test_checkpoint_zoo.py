@@ -18,7 +18,7 @@ from gspo_core.log import batches, checkpoints
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.settings import Tuning
 from gspo_core.position import Position
-from services.files.batch_log import BatchLog, LoggedBatch, spent
+from services.files.batch_log import BatchLog, LoggedBatch, removable_batches
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.trainer.past.recovery import Recovered, recover
@@ -130,7 +130,7 @@ def test_what_stands_in_for_a_damaged_one_is_kept(
 ) -> None:
     flipped(job_dir / "checkpoints" / NEWEST / FILES[2])
     store, log = CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir))
-    log.remove(spent(log.steps(), store.collect(1, check_state), 0))
+    log.remove(removable_batches(log.steps(), store.collect(1, check_state), 0))
     assert log.steps() == [(1, 3), (1, 4)]
     found, learner = recovered(job_dir, model_dir)
     assert (found.saved, found.reached) == (Position(1, 2), Position(1, 4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.types import Spent
+from gspo_core.types import TimeSplit
 from services.files.job_dir import JobsDir
 from services.state.jobs import StatusReason
 from services.state.refusals import Fenced
@@ -69,7 +69,7 @@ async def test_a_step_that_takes_long_says_how_far_it_has_come(stage: Stage) -> 
     assert await stage.look(0.1) == said
     stage.intake.num_turns += 100
     assert await stage.look(RETELL_S - 1) == said  # not every second
-    stage.intake.newest_turns = [Spent(0.2, 4.0, 0.0)] * 3
+    stage.intake.newest_turns = [TimeSplit(0.2, 4.0, 0.0)] * 3
     assert (await stage.look(1)).endswith("turns a minute, most of each for the environment (4.0 s)")
     await stage.progress.end()
     assert await stage.said() == "episodes are running"
@@ -134,7 +134,7 @@ async def test_it_says_what_waits_for_others(store: Store, claim: Claim) -> None
     assert await stage.look(RETELL_S) == f"{ended}{rewarded}; 0 turns a minute"
     stage.waiting = set()
     assert "wait" not in await stage.look(RETELL_S)
-    stage.intake.newest_turns = [Spent(0.2, 0.0, 4.0)] * 3
+    stage.intake.newest_turns = [TimeSplit(0.2, 0.0, 4.0)] * 3
     assert (await stage.look(RETELL_S)).endswith(", most of each for waiting to be fetched or for a place (4.0 s)")
 
 

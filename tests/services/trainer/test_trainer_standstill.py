@@ -18,7 +18,7 @@ from services.state.jobs import JobRecord
 from services.state.queue import LeasedEpisode
 from services.trainer.fleet import engines as engines_module
 from services.trainer.run import JobRun
-from services.trainer.telling import hindrances, ill_environments
+from services.trainer.telling import blockers, unhealthy_environments
 from tests.core.learner_support import write_model
 from tests.patience import HANG_S
 from tests.services.trainer.loop_kit import URL, Hook, Loop, a_loop, after_each_step, loop_spec
@@ -43,7 +43,7 @@ def loop_of(
 ) -> Callable[..., Any]:
     monkeypatch.setattr(engines_module, "WATCH_S", 0.05)
     monkeypatch.setattr(engines_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(hindrances, "POLL_S", 0.05)
+    monkeypatch.setattr(blockers, "POLL_S", 0.05)
 
     def make(**changes: Any) -> Any:
         return a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, **changes), monkeypatch)
@@ -100,7 +100,7 @@ async def test_a_job_whose_only_engine_goes_in_its_middle_says_so_and_goes_on_wi
 async def test_a_job_whose_environment_never_works_frees_its_trainer(
     loop_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ill_environments, "MIN_PATIENCE_S", 0.3)
+    monkeypatch.setattr(unhealthy_environments, "MIN_PATIENCE_S", 0.3)
 
     async def never(self: Loop, *args: Any) -> None:
         await asyncio.sleep(0.01)
@@ -128,7 +128,7 @@ async def test_a_job_whose_environment_never_works_frees_its_trainer(
 async def test_a_job_whose_environment_worked_once_waits_for_it(
     loop_of: Any, hook: list[Hook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ill_environments, "MIN_PATIENCE_S", 1.0)
+    monkeypatch.setattr(unhealthy_environments, "MIN_PATIENCE_S", 1.0)
     async with loop_of(limits={"reset_timeout_s": 1.0}, steps=2) as loop:
         play, may_play = Loop._play, asyncio.Event()
 

@@ -7,9 +7,14 @@ import pytest
 from services.state.fleet_records import MIN_UNHEARD, WorkerRecord
 from services.state.jobs import JobStatus, StatusReason
 from services.state.store import Claim, Store
+from services.trainer.telling.blockers import RETELL_S, SILENCE_S, Blockers
 from services.trainer.telling.failure import JobFailure
-from services.trainer.telling.hindrances import RETELL_S, SILENCE_S, Hindrances
-from services.trainer.telling.ill_environments import MIN_PATIENCE_S, PATIENCE_FACTOR, IllEnvironments, complaint_of
+from services.trainer.telling.unhealthy_environments import (
+    MIN_PATIENCE_S,
+    PATIENCE_FACTOR,
+    UnhealthyEnvironments,
+    complaint_of,
+)
 from tests.services.trainer.trainer_kit import make_spec
 
 ERROR = "reset: connection refused"
@@ -22,8 +27,8 @@ class Stage:
         self.proven: set[int] = set()
         self.has_trained = False
         spec = make_spec(environments=[{"ref": "worlds:Away"}, {"ref": "worlds:Well"}], limits={"reset_timeout_s": 60})
-        self.ill = IllEnvironments(spec, lambda: self.proven, lambda: self.has_trained, clock=lambda: self.now)
-        self.watch = Hindrances(store, claim, self, self.ill, clock=lambda: self.now, now=lambda: self.now)
+        self.ill = UnhealthyEnvironments(spec, lambda: self.proven, lambda: self.has_trained, clock=lambda: self.now)
+        self.watch = Blockers(store, claim, self, self.ill, clock=lambda: self.now, now=lambda: self.now)
 
     def absence(self) -> str | None:
         return self.gone
@@ -127,12 +132,12 @@ async def test_a_worker_that_has_left_plays_no_more(stage: Stage) -> None:
 
 
 async def test_a_job_of_agents_waits_for_a_gateway_and_one_of_environments_does_not(stage: Stage) -> None:
-    ill = IllEnvironments(make_spec(), lambda: set(), lambda: False, clock=lambda: stage.now)
+    ill = UnhealthyEnvironments(make_spec(), lambda: set(), lambda: False, clock=lambda: stage.now)
     await stage.register("gateway-0", kind="gateway")
     assert (await stage.look())[2].startswith("no rollout worker has been alive")
     await stage.register("rollout-0")
     assert (await stage.look())[1] == "waiting_for_trajectories"
-    stage.watch = Hindrances(stage.store, stage.claim, stage, ill, "gateway", clock=lambda: stage.now, now=lambda: 0.0)
+    stage.watch = Blockers(stage.store, stage.claim, stage, ill, "gateway", clock=lambda: stage.now, now=lambda: 0.0)
     assert (await stage.look())[1] == "waiting_for_trajectories"
     await stage.register("gateway-0", kind="gateway", draining=True)
     assert (await stage.look())[1:] == (

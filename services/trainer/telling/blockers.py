@@ -1,7 +1,7 @@
 """Shows on a running job what keeps it from moving: no engine, nobody to play it, or an environment that is ill.
 
-Rule: it changes only the reason of a running job, and restores the earlier one when the hindrance is over. It ends
-nothing; ``IllEnvironments`` judges when an environment has failed for good.
+Rule: it changes only the reason of a running job, and restores the earlier one when the blocker is over. It ends
+nothing; ``UnhealthyEnvironments`` judges when an environment has failed for good.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from services.state.fleet_records import WorkerKind, WorkerRecord
 from services.state.jobs import IllegalTransition, JobStatus, StatusReason, WaitCode, default_reason
 from services.state.leases import BeatWatch
 from services.state.store import Claim, Store
-from services.trainer.telling.ill_environments import IllEnvironments, complaint_of
 from services.trainer.telling.players import PLAYERS
+from services.trainer.telling.unhealthy_environments import UnhealthyEnvironments, complaint_of
 
 POLL_S = 1.0
 # A worker registers every two seconds.
@@ -40,7 +40,7 @@ class ServingEngines(Protocol):
         """The engines that served last and what became of them; None while one serves."""
 
 
-class Hindrances:
+class Blockers:
     """Call ``run``; it lasts until cancelled, or until ``ill`` raises JobFailure."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Hindrances:
         store: Store,
         claim: Claim,
         engines: ServingEngines,
-        ill: IllEnvironments,
+        ill: UnhealthyEnvironments,
         kind: WorkerKind = "rollout",
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -60,11 +60,11 @@ class Hindrances:
         self._watch = BeatWatch(SILENCE_S, clock)
         self._last_workers: Sequence[str] = ()
         self._since: Mapping[WaitCode, str] = {}
-        """Each hindrance of the last round, with the time of day when it began."""
+        """Each blocker of the last round, with the time of day when it began."""
         self._found: Mapping[WaitCode, str] = {}
         self._told_at = 0.0
         self._displaced: StatusReason | None = None
-        """The reason shown before the hindrance."""
+        """The reason shown before the blocker."""
 
     @property
     def excuse(self) -> str:
@@ -79,7 +79,7 @@ class Hindrances:
     async def look(self) -> None:
         """One round."""
         workers = [one for one in await self._store.fleet.workers() if one.kind == self._kind and self._plays(one)]
-        self._found = self._hindrances(workers)
+        self._found = self._blockers(workers)
         job = await self._store.jobs.get(self._claim.job_id)
         if job.status is not JobStatus.RUNNING:
             return
@@ -91,8 +91,8 @@ class Hindrances:
         has_left = worker.draining and not worker.num_episodes
         return not (is_silent or has_left)
 
-    def _hindrances(self, workers: Sequence[WorkerRecord]) -> Mapping[WaitCode, str]:
-        """Code and sentence of each hindrance, the most fundamental first."""
+    def _blockers(self, workers: Sequence[WorkerRecord]) -> Mapping[WaitCode, str]:
+        """Code and sentence of each blocker, the most fundamental first."""
         absence, complaint = self._engines.absence(), complaint_of(self._claim.job_id, workers)
         is_unheard = bool(workers) and all(one.hears_no_agent for one in workers)
         codes = {NO_ENGINE: absence is not None, NO_WORKER: not workers, ILL: complaint is not None or is_unheard}

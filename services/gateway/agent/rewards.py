@@ -1,36 +1,101 @@
-"""Rewards that come after their episode has ended: what is kept of it until then, and the end that they make of it.
+"""What an episode is worth: who may say so, and rewards that come after its end, with the end that they make of it.
 
-Rule: any gateway can take the reward, for all that it needs is in Redis. A reward counts once: whoever is first ends
-the wait, and a token that was taken is known again. What waits too long ends without a reward, or with what its turns
-were paid. It gives no episode a second chance.
+Rule: the key by which an agent samples pays nothing unless the job trusts it with that; otherwise a policy that learns
+one request has solved every task. No reward leaves the range that the environment states, nor does the sum of those
+that were posted, at any time. What is refused is counted.
+
+Any gateway can take a late reward, for all that it needs is in Redis. A reward counts once: whoever is first ends the
+wait, and a token that was taken is known again. What waits too long ends without a reward, or with what its turns were
+paid. It gives no episode a second chance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 from uuid import uuid4
 
 import msgspec
 
 from gspo_core.codec import decode
+from gspo_core.environment_contract import BeyondBounds, check_size
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
 from services.episodes.keys import Named
 from services.episodes.metering import Counters
 from services.episodes.outbox import to_append
 from services.episodes.snapshots import StoredReward
 from services.gateway.agent.answers import turn_id, turn_number
-from services.gateway.agent.paying import ANYBODY, Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.state.queue import Bus
 from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier
 from services.workers.ending import in_order
 
+# Of ``EndedEpisode``.
 SCHEMA = 1
 # Of turns, while an episode waits: they are kept in one record.
 MAX_REWARDS = 1024
+Source = Literal["returned", "judge", "posted"]
+"""As a job says it; with None whoever started the agent may post, and the judge's word, or what the agent returned,
+stands where nobody did."""
+
+
+class Payer(msgspec.Struct, frozen=True):
+    """What is taken for one episode."""
+
+    source: Source | None = None
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    def check(self, value: float, *, by_own_key: bool) -> None:
+        """A reward that is posted. Raises ``Refusal``."""
+        if self.source in ("returned", "judge"):
+            where = "what its agent returns" if self.source == "returned" else "its judge's"
+            raise Refusal(RefusalKind.INVALID, f"the reward of this episode is {where} alone", param="reward")
+        if by_own_key and self.source != "posted":
+            raise Refusal(
+                RefusalKind.INVALID,
+                "the key that samples pays nothing: post with the reward_key, which whoever starts the agent is "
+                "given, or say `rewards: posted` under the job's `agent`",
+                param="reward",
+            )
+        if not self.lowest <= value <= self.highest:
+            raise Refusal(RefusalKind.INVALID, f"{value:g} is outside {self.range_text}", param="reward")
+        try:
+            check_size("the reward", value)
+        except BeyondBounds as error:
+            raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
+
+    @property
+    def range_text(self) -> str:
+        return f"the reward_range ({self.lowest:g}, {self.highest:g}) of its environment"
+
+    def total(self, values: Iterable[float]) -> float:
+        """Of all rewards of an episode. Raises ``ValueError``."""
+        try:
+            found = math.fsum(values)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found):
+            raise ValueError("its rewards have no finite sum")
+        if not self.lowest <= found <= self.highest:
+            raise ValueError(f"its rewards are {found:g} in all, outside {self.range_text}")
+        check_size("the sum of its rewards", found)
+        return found
+
+    def total_with(self, values: Iterable[float]) -> float:
+        """As ``total``, of all that is posted and of one that comes now. Raises ``Refusal``."""
+        try:
+            return self.total(values)
+        except ValueError as error:
+            raise Refusal(RefusalKind.INVALID, f"with this one {error}", param="reward") from None
+
+
+ANYBODY = Payer("posted")
+"""Of episodes that ended under an earlier release."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):

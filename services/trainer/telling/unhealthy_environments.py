@@ -22,7 +22,7 @@ MIN_PATIENCE_S = 30.0
 PATIENCE_FACTOR = 5
 
 
-class IllEnvironments:
+class UnhealthyEnvironments:
     """The environments of one job. ``proven``: those that brought an episode to its end. ``has_trained``: an earlier
     step proves all of them."""
 
