@@ -30,7 +30,7 @@ def of_tools(tools: Sequence[ToolSchema]) -> bytes:
 
 
 def of_messages(messages: Sequence[Message]) -> list[bytes]:
-    """Of each message where it stands.
+    """Digests each message where it stands.
 
     Raises ``NotText`` and, for arguments of calls in no known form, ``ValueError``.
     """
@@ -47,12 +47,12 @@ def prefixes(said: Sequence[bytes], root: bytes) -> list[bytes]:
 
 
 def of_key(repeat_key: str) -> str:
-    """Of a key that a client chose, which may be of any length."""
+    """Digests a key that a client chose, which may have any length."""
     return blake2b(repeat_key.encode("utf-8", "surrogatepass"), digest_size=_SIZE).hexdigest() if repeat_key else ""
 
 
 def of_message(message: Message) -> bytes:
-    """Of one message alone."""
+    """Digests one message by itself."""
     return of_messages([message])[0]
 
 
@@ -68,13 +68,13 @@ def of_opening(messages: Sequence[Message], said: Sequence[bytes]) -> bytes:
 
 
 def of_instructions(messages: Sequence[Message], said: Sequence[bytes]) -> bytes:
-    """Of what stands before the first message that is none."""
+    """Digests the instructions, which end at the first message that is none."""
     place = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return prefixes(said[:place], _INSTRUCTED)[-1]
 
 
 def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
-    """Of an assistant's message; equal to ``of_message`` of the message that says the same."""
+    """Digests an assistant's message; equal to ``of_message`` of the message that says the same."""
     return _digest(["assistant", text.strip(), [[name, arguments] for name, arguments in calls]])
 
 
@@ -103,8 +103,8 @@ def _written(value: JSON) -> JSON:
 
 
 def of_beginning(message: Message, num_chars: int) -> tuple[bytes, str]:
-    """Of a message of the assistant, as far as so many characters of its text and all its calls; and the text behind
-    them. Equal to ``of_answer`` of an answer of so many characters that it begins with."""
+    """Digests an assistant's message up to so many characters of its text, with all its calls, and returns the text
+    behind them too. Equal to ``of_answer`` of an answer of so many characters that it begins with."""
     text = text_of(message).strip()
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     return _digest(["assistant", text[:num_chars], calls]), text[num_chars:]
@@ -135,7 +135,7 @@ def _call(call: MessageCall) -> JSON:
 
 
 def _digest(values: Sequence[object]) -> bytes:
-    """Of what ``_write`` makes of them, texts piece by piece."""
+    """Digests what ``_write`` makes of them, texts piece by piece."""
     found = blake2b(b"[", digest_size=_SIZE)
     for number, value in enumerate(values):
         found.update(b"," if number else b"")

@@ -24,7 +24,7 @@ from gspo_core.types import Segment, StopReason
 from services.episodes.metering import Counters
 from services.episodes.tree import Ledger
 
-# Of a snapshot.
+# Number of a snapshot's format.
 SCHEMA = 2
 # 1 had no rewards by turn in the tally.
 READABLE = (1, SCHEMA)
@@ -48,7 +48,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]]
     tally: TurnTally
     state: bytes
-    """Of the environment."""
+    """The environment's own."""
     schema: int = SCHEMA
 
     def encode(self) -> bytes:
@@ -113,7 +113,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.tools: Sequence[ToolSchema] = ()
         self.num_prompt_tokens = 0
-        """Of the first prompt, also of one that is too long."""
+        """Length of the first prompt, even if it is too long."""
         self._codec = codec
         self._counters = counters
         self._max_context_tokens = max_context_tokens

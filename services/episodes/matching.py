@@ -35,10 +35,10 @@ _NO_TOOLS = of_tools(())
 # Clients leave out an answer that has neither text nor calls.
 _NOTHING = of_answer("", ())
 
-# Of one turn: each is kept, and looked for in each request.
+# For one turn: each is kept, and looked for in each request.
 MAX_REPEAT_KEYS = 64
-# Of the answers of alike conversations, and of what a new one begins with: all are looked for there while nobody else
-# is answered. A summary is among the newest.
+# Answers of alike conversations that a new one may quote, and what it begins with: all are looked for there while nobody
+# else is answered. A summary is among the newest.
 MAX_QUOTED = 64
 MAX_QUOTING_CHARS = 64 << 10
 
@@ -72,7 +72,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
     tail: bytes
     """Digest of its last message."""
     digest: str = ""
-    """Of the whole request, as its dialect named it."""
+    """Digest of the whole request, as its dialect made it."""
     repeat_keys: list[str] = msgspec.field(default_factory=list)
     parent: int | None = None
     """The turn whose answer its conversation goes on from."""
@@ -86,7 +86,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
     stop_text: str = ""
     """The text that ended it. Its tokens end with the token that completes it."""
     overlap: str = ""
-    """Of a turn that an earlier release stored: the beginning of ``stop_text`` that its tokens end with."""
+    """In turns stored by an earlier release: the beginning of ``stop_text`` that the tokens end with."""
     answer: bytes = b""
     """Digest of its answer, once there is one."""
     num_calls: int = 0
@@ -105,7 +105,7 @@ class TurnEntry(msgspec.Struct, array_like=True):
     instructions: bytes = b""
     """Digest of what its conversation was instructed with; empty where an older release wrote it."""
     num_messages: int = 0
-    """Of its conversation; 0 where an older release wrote it."""
+    """In its conversation; 0 where an older release wrote it."""
     num_told: int = -1
     """Characters of its answer's text, where more may stand behind it: it was not ended by a stop token."""
     gives_one_call: bool = False
@@ -146,7 +146,7 @@ class Node:
 
 
 class Beginnings:
-    """Of one request, which is looked for in many histories."""
+    """All beginnings of one request, which is looked for in many histories."""
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[ToolSchema], digests: Sequence[bytes] = ()) -> None:
         """As ``History.place``."""
@@ -258,7 +258,7 @@ class History:
         return had
 
     def rejected(self, had: Collection[int], paid: Collection[int] = ()) -> set[int]:
-        """Of the turns that the agent had: samples of an equal request beside one that it went on from, or paid."""
+        """Turns that the agent had and left: other samples of the request whose answer it went on from, or paid."""
         chosen = {self.entries[number].parent for number in had} | set(paid)
         samples = defaultdict[bytes, list[int]](list)
         for number in had:

@@ -132,7 +132,7 @@ class Meter:
 
     @property
     def spent_s(self) -> float:
-        """Of that, what surely counts: what is being sampled may yet turn out to have waited for an engine."""
+        """The part of it that surely counts: sampling under way may turn out to have waited for an engine."""
         billed_s = self.billed_s
         return billed_s - (self._since - min(self._samplings)) if self._samplings else billed_s
 

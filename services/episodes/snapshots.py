@@ -26,7 +26,7 @@ from services.episodes.matching import TurnEntry
 SCHEMA = 2
 WHOLE = 1
 KIND = "agent"
-# Of all parts: reading them must not hold up every other client for long. Some twenty thousand turns.
+# For all parts, some twenty thousand turns: reading them must not hold up other clients for long.
 MAX_SNAPSHOT_BYTES = 16 * 1024 * 1024
 
 
@@ -66,7 +66,7 @@ class TreeSnapshot(msgspec.Struct, frozen=True):
     num_refused: int = 0
     """Rewards, by all gateways that held it."""
     num_kept: int = 0
-    """Of all parts together: the bytes that they have in Redis."""
+    """Size of all parts together, in Redis."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -191,7 +191,7 @@ class Rewards:
     def __init__(self, posted: Iterable[StoredReward] = ()) -> None:
         self.posted: list[StoredReward] = []
         self.final: float | None = None
-        """Of the whole episode: the last one stands."""
+        """The reward of the whole episode; the last one stands."""
         self._by_turn: dict[int, float] = {}
         self._by_token: dict[str, StoredReward] = {}
         self._again = Counter[int | None]()
@@ -200,7 +200,7 @@ class Rewards:
 
     @classmethod
     def come_again(cls, posted: Sequence[StoredReward]) -> Rewards:
-        """Of an agent that begins again: those without a token come once more."""
+        """The rewards when an agent begins again: it will post those without a token once more."""
         rewards = cls(posted)
         rewards._again.update(one.turn for one in posted if not one.token)
         return rewards

@@ -30,7 +30,7 @@ class _Branch:
     number: int
     ids: TokenIds = field(default_factory=TokenIds)
     num_sealed: int = 0
-    """Of its tokens: those that are in a segment. What was read waits for the segment that answers it."""
+    """How many of its tokens are in a segment. What was read waits for the segment that answers it."""
     last_prompt: tuple[int, int] = (0, 0)
     """Its length and digest."""
     last_engine: str = ""
@@ -51,7 +51,7 @@ class TurnTokens:
     spans: list[Span] = field(default_factory=list)
     """Tile ``sampled``; neighbours may have one version."""
     num_begun: int = 0
-    """Of the prompt's tokens, the last ones: they begin the answer, and the policy went on from them."""
+    """How many of the prompt's last tokens begin the answer; the policy went on from them."""
     asked: Asked | None = None
     """Recorded with its first tokens."""
     user: str = ""

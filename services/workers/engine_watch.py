@@ -32,7 +32,7 @@ from services.state.engine_sightings import WATCH_LEASE_S, EngineSightings, Sigh
 from services.state.fleet_records import EngineReport
 from services.state.retry import Retrier
 
-# Of the limit of requests in flight.
+# The limit of requests in flight, at the start.
 _START = 64
 _CROWDED_REPORTS = 2
 # As parts of the limit: one fourth, one eighth.

@@ -77,7 +77,7 @@ class WatchedEngine:
     """When it last told its label."""
     hearsay: Hearsay = field(default_factory=Hearsay)
     load_number: int = 0
-    """Of the last load that was told."""
+    """Number of the last load that was told."""
 
     @property
     def reported(self) -> str:

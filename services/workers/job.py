@@ -76,7 +76,7 @@ class JobEpisodes:
         self._limit = limit
         """How many episodes this job may hold at the moment."""
         self._tell = tell
-        """Of the health of its environments."""
+        """Reports the health of its environments."""
         self._quarantines = [Quarantine(partial(self._tell_health, one.name)) for one in loaded.environments]
         self._queue_is_empty = False
         """As far as is known."""

@@ -64,7 +64,7 @@ class LoadedJob:
     context_tokens: int
     """The most tokens that the model can read and write together."""
     vocab_size: int
-    """Of the model. Its tokenizer may know fewer ids."""
+    """The model's. Its tokenizer may know fewer ids."""
 
     @property
     def capacity(self) -> int:

@@ -177,7 +177,7 @@ class EpisodeSpec:
     """The environment's seed, the same for all members of a group: they differ by their samples only."""
     temperature: float
     broken_reward: float
-    """Of an episode that the policy itself broke."""
+    """For an episode that the policy itself broke."""
     max_turn_tokens: int
     """Sampled tokens of one turn."""
     max_context_tokens: int
@@ -190,7 +190,7 @@ class EpisodeSpec:
     lease_s: float | None = None
     """Held in one go while others wait."""
     quarantine: Quarantine = field(default_factory=Quarantine)
-    """Of its environment."""
+    """For its environment."""
     agent_lives_elsewhere: bool = False
     """It is a service of its own, which outlives this process."""
     reward_deadline_s: float | None = None

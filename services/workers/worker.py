@@ -48,7 +48,7 @@ REPORT_S = 2.0
 LOG_S = 30.0
 # A job with nothing waiting keeps one place in so many free for what comes next; the others may have the rest.
 SPARE_SHARE = 8
-# Of a job, where there are more jobs than places.
+# How long a job keeps its places where there are more jobs than places.
 TURN_S = 60.0
 # How long to leave a job alone that cannot be loaded: a person has to change something first.
 RELOAD_S = 10.0
@@ -109,7 +109,7 @@ class WorkerConfig:
     engine_silence_s: float = SILENCE_S
     kind: WorkerKind = "rollout"
     address: str = ""
-    """Of a gateway: where its neighbours reach it."""
+    """Where its neighbours reach it, if it is a gateway."""
     place: str = ""
     """Where it stands, if that is known: this process alone stands there as long as it lives, and the next one that
     does has its episodes at once (``services.process.place``)."""

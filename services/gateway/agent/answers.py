@@ -38,7 +38,7 @@ class Answers:
         self._codec = codec
         self._tree = tree
         self._words: dict[int, tuple[int, str]] = {}
-        """Of turns that were looked for in a new conversation: what they say, and of how many tokens."""
+        """Texts of turns that were looked for in a new conversation, with the number of tokens they were read from."""
 
     def id_of(self, number: int) -> str:
         return turn_id(self._tree.attempt, number)
@@ -64,7 +64,7 @@ class Answers:
         )
 
     def digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
-        """Of the assistant's message that says what the turn says."""
+        """The digest of an assistant's message with the content of the turn."""
         if not entry.answer:
             self._note(entry, self._reading(entry, tools))
         return entry.answer

@@ -54,7 +54,7 @@ class AgentDriver:
     board: LoanBoard
     """For agents that fetch their episodes."""
     judges: Judges
-    """Of jobs whose rewards a model gives."""
+    """For jobs whose rewards come from a model."""
     own_base_url: str = ""
     """For agents that are started here and end with this gateway; empty: ``base_url`` too."""
 

@@ -49,7 +49,7 @@ from services.workers.setting import EpisodeSetting, EpisodeSpec
 # What is sampled behind a turn's end is thrown away, so where a text or a call may be one, pieces are as long as what
 # was sampled before them, and so long at least: no more is thrown away than is kept, in a few requests to an engine.
 STOP_CHUNK_TOKENS = 32
-# Of a reward without its token, as it is kept.
+# The size at which a reward is kept, without its token.
 _REWARD_BYTES = 32
 _FREE: AbstractAsyncContextManager[None] = nullcontext()
 # How long an ended episode waits for answers that are being sent.
@@ -94,10 +94,10 @@ class AgentEpisode:
         self._parts = TreeParts()
         self._is_finished = False
         self.num_requests = 0
-        """Of whatever kind: signs that the agent lives."""
+        """Requests of any kind: each is a sign of life."""
         self.num_rewards_refused = 0
         self._num_refused_again = 0
-        """Of these: those that come once more, from an agent that began again."""
+        """Refusals that an agent which began again is about to repeat; they are not counted twice."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -190,7 +190,7 @@ class AgentEpisode:
         return (bool(key) and self.history.named(key) is not None) or self._repeated(ask) is not None
 
     async def count_tokens(self, ask: TurnRequest) -> int:
-        """Of the prompt that ``ask`` would become."""
+        """Counts the tokens of the prompt that ``ask`` would become."""
         self._check_open()
         self._check_supported(ask)
         if (num_beyond := await self._num_beyond(ask)) is not None:

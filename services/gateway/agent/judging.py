@@ -39,7 +39,7 @@ PAUSES = Backoff(first_s=1.0, max_s=30.0)
 # What a service asks for with ``Retry-After`` is obeyed up to it.
 MAX_PAUSE_S = 60.0
 MAX_BODY_BYTES = 1 << 20
-# Of a whole prompt. A conversation that is longer loses its middle.
+# The longest prompt. A longer conversation loses its middle.
 MAX_CONVERSATION_CHARS = 1 << 19
 MAX_SHOWN_CHARS = 300
 _OVERLOADED = frozenset({408, 409, 425, 429})
@@ -57,7 +57,7 @@ class _Key:
 
 
 class JudgeKeys:
-    """Of the operator. ``texts``: ``NAME@HOST[:PORT]=KEY`` each, as the setting has them."""
+    """The operator's keys. ``texts``: ``NAME@HOST[:PORT]=KEY`` each, as the setting has them."""
 
     def __init__(self, texts: Iterable[SecretStr] = ()) -> None:
         self._keys: Mapping[str, _Key] = dict(map(_named_key, texts))

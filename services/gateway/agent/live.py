@@ -99,7 +99,7 @@ class Delivery:
         self._counters = counters
         self._is_over = False
         self.trace = ""
-        """Of a conversation: its id."""
+        """The id of the conversation that it belongs to, if any."""
         self.left_out: Sequence[str] = ()
         turn.deliveries.add(self)
 

@@ -29,11 +29,12 @@ from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, Tu
 
 T = TypeVar("T")
 
-# Of each pattern in a request: where its first words stand. Each costs a microsecond; what stands behind them stays.
+# How many places of a pattern's first words are looked at in one request. Each costs a microsecond; what stands behind
+# them stays.
 MOST_PLACES = 1000
 # Encoding more takes milliseconds for each of many at once, in which nobody else is answered.
 LONG_BYTES = 8 << 10
-# Of texts that people write a token has fewer: what has more for each token that fits is looked at first.
+# Text that people write has fewer bytes a token; a request with more for each token that fits is looked at first.
 MOST_BYTES_A_TOKEN = 8
 _PIECE_CHARS = 64 << 10
 # What takes longer has threads of its own: all others would wait for it in theirs.
@@ -64,7 +65,7 @@ class TurnPrompt:
 
     @property
     def num_unsealed(self) -> int:
-        """Of the prompt: those that the turn's first segment holds. A fork reads anew what lies before it."""
+        """Prompt tokens that the turn's first segment holds. A fork reads anew what lies before it."""
         if self.after is None or not self.after.is_tip:
             return self.num_prompt
         return self.after.num_unsealed + len(self.token_ids)
@@ -87,7 +88,7 @@ class TurnPlanner:
         self._tree = tree
         self._history = history
         self._messages: dict[int, tuple[bytes, int, Message]] = {}
-        """Of turns: their messages, read with the tools of this digest from so many tokens."""
+        """Messages by turn, with the digest of the tools and the number of tokens that they were read with."""
 
     def place(self, ask: TurnRequest) -> PrefixMatch:
         """Raises ``Refusal``."""

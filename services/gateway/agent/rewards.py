@@ -34,9 +34,9 @@ from services.state.queue_records import AwaitedReward, PostedReward, RewardWord
 from services.state.retry import Retrier
 from services.workers.ending import in_order
 
-# Of ``EndedEpisode``.
+# Number of the format of ``EndedEpisode``.
 SCHEMA = 1
-# Of turns, while an episode waits: they are kept in one record.
+# The most rewards of turns while an episode waits: they are kept in one record.
 MAX_REWARDS = 1024
 Source = Literal["returned", "judge", "posted"]
 """As a job says it; with None whoever started the agent may post, and the judge's word, or what the agent returned,
@@ -74,7 +74,7 @@ class Payer(msgspec.Struct, frozen=True):
         return f"the reward_range ({self.lowest:g}, {self.highest:g}) of its environment"
 
     def total(self, values: Iterable[float]) -> float:
-        """Of all rewards of an episode. Raises ``ValueError``."""
+        """Adds up the rewards of an episode. Raises ``ValueError``."""
         try:
             found = math.fsum(values)
         except OverflowError:
@@ -95,7 +95,7 @@ class Payer(msgspec.Struct, frozen=True):
 
 
 ANYBODY = Payer("posted")
-"""Of episodes that ended under an earlier release."""
+"""Pays episodes that ended under an earlier release."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class EndedEpisode(msgspec.Struct, frozen=True):
 
     stop: StopReason
     cost: float
-    """Of its length, taken off its reward."""
+    """What its length costs, taken off its reward."""
     turns: list[int]
     """Those that can be paid."""
     payer: Payer = ANYBODY
@@ -138,7 +138,7 @@ class EndedEpisode(msgspec.Struct, frozen=True):
         return replace(last, outcome=outcome, turn_rewards=in_order(by_turn), untrained_turns=untrained)
 
     def _had_by(self, paid: Iterable[int]) -> set[int]:
-        """Of the untrained turns: those that were paid, and what they go on from."""
+        """Untrained turns that were paid, and those that they continue."""
         had = set[int]()
         for turn in paid:
             at: int | None = turn
@@ -149,7 +149,7 @@ class EndedEpisode(msgspec.Struct, frozen=True):
 
 
 def what_it_says(value: float, turn: str) -> str:
-    """Of a reward: the same whenever it is sent."""
+    """Describes a reward; the same whenever it is sent."""
     return f"{turn}={(value + 0.0).hex()}"  # -0.0 is 0.0
 
 
@@ -187,7 +187,7 @@ class LateRewards:
         return RewardWord.PLAYING if word is RewardWord.PLAYING else RewardWord.TAKEN
 
     async def remember(self, key: EpisodeKey, attempt: int, worker: str, posted: Sequence[StoredReward]) -> None:
-        """Of an episode that is about to end, by the token of its worker's lease: what it was paid. One that is sent
+        """Keeps what an episode was paid that is about to end, by the token of its worker's lease. One that is sent
         again with its token is answered as it was. Raises what storing segments does."""
         paid = [(one, "" if one.turn is None else turn_id(attempt, one.turn)) for one in posted if one.token]
         said = {one.token: what_it_says(one.value, turn) for one, turn in paid}

@@ -286,7 +286,8 @@ class Talking:
         return next((one for one in self._theirs(key, ask) if one.episode.knows(ask, beginnings)), None)
 
     def _theirs(self, key: str, ask: TurnRequest) -> Iterator[_Conversation]:
-        """Of the same user, where the request names one: what two say alike is not to be erased with the other's."""
+        """The key's conversations, of the same user where the request names one: erasing one user's traffic must spare
+        what another said in the same words."""
         for one in reversed(self._conversations.values()):
             is_theirs = one.key == key and ask.user in ("", one.user) and not one.job.leaving.is_set()
             if is_theirs and len(one.episode.history.entries) < MAX_TURNS:
@@ -299,7 +300,8 @@ class Talking:
         return self._conversation(presented, job, user)
 
     def _has_share(self, key: str) -> bool:
-        """Of the conversations that may be held. Who has less begins another: no key waits for all that others ask."""
+        """Whether the key holds its share of all conversations. One that has less may begin another, so that no key
+        waits for the others."""
         held = Counter(one.key for one in self._conversations.values())
         return held[key] >= MAX_CONVERSATIONS // len(held.keys() | {key})
 

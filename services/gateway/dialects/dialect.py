@@ -43,9 +43,9 @@ class ParsedRequest:
     """Fields that the job decides."""
     body: Mapping[str, JSON]
     unsupported: tuple[Refusal, ...] = ()
-    """Of fields that are refused, unless the job has them said."""
+    """For fields that are refused unless the job only has them named."""
     forms: Forms = field(default_factory=dict)
-    """Of tools that are no functions to the client."""
+    """For tools that are no functions to the client."""
     wants_usage: bool = False
     """Where the use of tokens is not told in a stream unless it is asked for."""
 

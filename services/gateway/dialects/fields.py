@@ -34,7 +34,7 @@ _SAMPLING: dict[str, Rule] = {
     "reasoning_effort": Decided(),
     "verbosity": Decided(),
 }
-# Of the distribution that the job decides, which sample it is to be.
+# The job decides the distribution; this picks the sample.
 _CHOSEN: dict[str, Rule] = {"seed": READ}
 # Who asks, what for, and how a provider may keep, bill or serve it.
 _BOOKKEEPING: dict[str, Rule] = {
@@ -364,7 +364,7 @@ GEMINI: Fields = {
         "logprobs": Only(0, why=NO_LOGPROBS),
     },
 }
-# Of the gateway itself: the reward of an episode.
+# The gateway's own request: the reward of an episode.
 EPISODE: Fields = {"": {"reward": READ, "turn": READ, "token": READ}}
 # A gateway tells another whether its client has an answer.
 RECEIPT: Fields = {"": {"turn": READ, "delivered": READ}}

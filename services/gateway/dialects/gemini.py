@@ -270,7 +270,7 @@ def _camel(name: str) -> str:
 
 
 def as_json_schema(schema: JSON) -> JSON:
-    """Of a schema as Gemini writes it."""
+    """Translates a schema in Gemini's spelling."""
     if not isinstance(schema, dict):
         return schema
     return {name: _keyword(name, value) for name, value in schema.items()}

@@ -29,7 +29,7 @@ from services.gateway.dialects.tool_forms import (
 )
 from services.gateway.dialects.turns import AUTO, Answer, Piece, ToolChoice, Usage
 
-# Of tools that run at the provider.
+# Types of tools that run at the provider.
 LEFT_OUT = frozenset(
     {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use_preview"}
 )

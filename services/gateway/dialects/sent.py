@@ -16,7 +16,7 @@ from gspo_core.json_value import JSON
 from services.gateway.dialects.turns import Refusal, RefusalKind
 
 _INDEX = re.compile(r"\[\d+\]")
-# Of one request: beyond it, a client means something else than this dialect.
+# In one request; a client that exceeds it does not speak this dialect.
 MAX_PASSED_OVER = 64
 CONVERSATION = ("messages[", "input[", "system[", "contents[", "systemInstruction.")
 
@@ -149,7 +149,7 @@ class Reader:
 
     @property
     def unsupported(self) -> tuple[Refusal, ...]:
-        """Of fields that would be refused here, where the job does not say otherwise."""
+        """The refusals of fields that are not acted on, to be raised unless the job says otherwise."""
         return tuple(self._unsupported)
 
     def ignore(self, place: str) -> None:

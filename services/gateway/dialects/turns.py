@@ -40,7 +40,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     """Texts that end the turn; they are not part of the answer."""
     digest: str = ""
-    """Of everything above, and of ``seed``. Equal requests have equal digests, whatever dialect or transport they came
+    """Covers everything above, and ``seed``. Equal requests have equal digests, whatever dialect or transport they came
     by."""
     repeat_key: str = ""
     """A key that the client chose: asked again with it, the answer is the same. Empty: none."""
@@ -63,7 +63,7 @@ class TurnRequest:
     said: tuple[bytes, ...] = ()
     """Digest of each message, where it was made with the request; no part of the digest."""
     num_bytes: int = 0
-    """Of all that it says, where that was counted; no part of the digest."""
+    """The size of its content, where that was counted; no part of the digest."""
     seed: int | None = None
     """Decides, with the ids of the prompt, what is sampled under given weights; any number. None: chance does."""
 
@@ -72,10 +72,10 @@ class TurnRequest:
 class Usage:
     num_prompt_tokens: int
     num_stored_tokens: int
-    """Of the prompt: those that were stored before, and so were not encoded for this request."""
+    """Prompt tokens that were stored before, so that this request did not encode them."""
     num_sampled_tokens: int
     num_reasoning_tokens: int = 0
-    """Of the sampled ones."""
+    """Counted among the sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Piece:
 
 
 def call_id(turn: str, place: int) -> str:
-    """Of the call at this place in the turn with this id."""
+    """Names the call at ``place`` in the turn with this id."""
     return f"call{turn.removeprefix('turn')}_{place}".replace("-", "_")
 
 

@@ -215,7 +215,7 @@ class _Routes:
         return json_reply({"finished": True}, {})
 
     async def receipt(self, request: Request) -> Response:
-        """Of another gateway, which alone can say that it is one (``ForwardingMiddleware``)."""
+        """Takes the receipt of another gateway, which alone can prove that it is one (``ForwardingMiddleware``)."""
         if FORWARDED_BY not in request.headers:
             raise HTTPException(404)
         key = key_of(request.headers)
@@ -257,7 +257,7 @@ def user_of(body: Mapping[str, JSON]) -> str:
 
 
 def _name_of(path: str) -> str:
-    """Of the dialect."""
+    """Names the dialect."""
     return "gemini" if path == PREFIX else path.removeprefix("/v1/").replace("/", "_")
 
 

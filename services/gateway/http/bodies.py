@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 # Histories hold whole files and outputs of tools: four million tokens.
 MAX_BODY_BYTES = 16 << 20
-# Of a reward or a receipt.
+# A reward or a receipt.
 SMALL_BODY_BYTES = 64 << 10
-# Of one key: agents that start agents of their own share it.
+# For one key; an agent shares it with those that it starts.
 MAX_BYTES_OF_ONE = 4 * MAX_BODY_BYTES
 MAX_BYTES = 16 * MAX_BODY_BYTES
-# Of each body, they count for its key alone. Of all requests that may be open they are 512 MiB.
+# The first bytes of a body count for its key alone: 512 MiB for all requests that may be open.
 FREE_BYTES = 256 << 10
 # Parsing more takes milliseconds, in which nobody else is answered.
 IN_THREAD_BYTES = 256 << 10

@@ -41,7 +41,7 @@ RECEIPT = "/v1/episode/receipt"
 CONNECT_S = 2.0
 # An episode that nobody holds at the moment, or one that is gone, is looked for so long, and so often.
 SEARCH_S, LOOK_S = 10.0, 0.25
-# Of one connection, not of the whole message.
+# For one connection, not for the whole message.
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", TURN}
