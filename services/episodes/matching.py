@@ -37,8 +37,8 @@ _NOTHING = of_answer("", ())
 
 # For one turn: each is kept, and looked for in each request.
 MAX_REPEAT_KEYS = 64
-# Answers of alike conversations that a new one may quote, and what it begins with: all are looked for there while nobody
-# else is answered. A summary is among the newest.
+# Answers of alike conversations that a new one may quote, and what it begins with: all are looked for there while no
+# other request is answered. A summary is among the newest.
 MAX_QUOTED = 64
 MAX_QUOTING_CHARS = 64 << 10
 

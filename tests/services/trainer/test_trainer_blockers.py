@@ -145,7 +145,7 @@ async def test_a_job_of_agents_waits_for_a_gateway_and_one_of_environments_does_
     )
 
 
-async def test_two_hindrances_are_both_told(stage: Stage) -> None:
+async def test_two_blockers_are_both_told(stage: Stage) -> None:
     stage.gone = "http://e was drained"
     _, code, message = await stage.look()
     assert code == "no_engine_for_model"
