@@ -18,7 +18,7 @@ import httpx
 
 from gspo_core.chat.text import strict_json
 from gspo_core.env import Llm, ParsedTurn, Start, ToolCall, ToolSchema
-from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
+from gspo_core.evaluation.policy import PolicyFailed, PolicyTurn, PolicyUnusable
 from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, Message, MessageCall
 from gspo_core.spec import EpisodeLimits
@@ -107,13 +107,13 @@ class _Conversation:
         self._messages, self._tools = list(start.messages), start.tools
         return None
 
-    async def answer(self, max_tokens: int) -> Turn | StopReason:
+    async def answer(self, max_tokens: int) -> PolicyTurn | StopReason:
         answer = await self._policy.complete(self._messages, self._tools)
         if isinstance(answer, StopReason):
             return answer
         return read_answer(answer, {tool["function"]["name"] for tool in self._tools})
 
-    def read(self, turn: Turn, messages: Sequence[Message]) -> StopReason | None:
+    def read(self, turn: PolicyTurn, messages: Sequence[Message]) -> StopReason | None:
         # Some refuse to be shown earlier reasoning.
         said = {key: value for key, value in turn.message.items() if key != "reasoning_content"}
         ids = iter([call["id"] for call in turn.message.get("tool_calls", ())])
@@ -127,7 +127,7 @@ class _Conversation:
         return None
 
 
-def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
+def read_answer(answer: Mapping[str, Any], tools: set[str]) -> PolicyTurn:
     """The first choice of a chat completion. Raises ``PolicyFailed``."""
     try:
         choice = answer["choices"][0]
@@ -149,7 +149,7 @@ def read_answer(answer: Mapping[str, Any], tools: set[str]) -> Turn:
     )
     tokens = (answer.get("usage") or {}).get("completion_tokens")
     stop = StopReason.MAX_TOKENS if finish == "length" else None
-    return Turn(parsed, message, tokens if isinstance(tokens, int) else None, stop)
+    return PolicyTurn(parsed, message, tokens if isinstance(tokens, int) else None, stop)
 
 
 def _said(content: object) -> tuple[str, str]:

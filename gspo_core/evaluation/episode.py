@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gspo_core.env import AgentEnvironment, AgentSession, Environment, EnvironmentFailed, Session
 from gspo_core.episode_limits import TurnTally, settled_reward, within
 from gspo_core.evaluation.played import EpisodePlace, Played
-from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyConversation, PolicyFailed, Turn
+from gspo_core.evaluation.policy import EvaluatedPolicy, PolicyConversation, PolicyFailed, PolicyTurn
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
@@ -123,7 +123,7 @@ class _Play:
             return StopReason.MAX_TURNS
         return conversation.read(turn, messages)
 
-    def _count(self, turn: Turn) -> None:
+    def _count(self, turn: PolicyTurn) -> None:
         self._messages.append(turn.message)
         self._num_turns += 1
         known = self._num_tokens is not None and turn.num_tokens is not None

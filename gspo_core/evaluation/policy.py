@@ -26,7 +26,7 @@ class PolicyUnusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PolicyTurn:
     """One answer."""
 
     parsed: ParsedTurn
@@ -45,14 +45,14 @@ class PolicyConversation(Protocol):
         """Why nothing can be said, if the beginning is too long already. Raises ``EnvironmentFailed``."""
         ...
 
-    async def answer(self, max_tokens: int) -> Turn | StopReason:
+    async def answer(self, max_tokens: int) -> PolicyTurn | StopReason:
         """The next turn, of at most so many tokens, or why there is none.
 
         Raises ``PolicyFailed`` and ``PolicyUnusable``.
         """
         ...
 
-    def read(self, turn: Turn, messages: Sequence[Message]) -> StopReason | None:
+    def read(self, turn: PolicyTurn, messages: Sequence[Message]) -> StopReason | None:
         """What the environment said to ``turn``. Raises ``EnvironmentFailed``."""
         ...
 

@@ -38,7 +38,7 @@ class _Branch:
 
 
 @dataclass(slots=True, eq=False)
-class TurnTokens:
+class Turn:
     """One turn: where its branch stood when it was opened, and what was sampled since."""
 
     number: int
@@ -101,7 +101,7 @@ class TokenTree:
         self.key = key
         self.attempt = attempt
         self.temperature = temperature
-        self.turns: dict[int, TurnTokens] = {}
+        self.turns: dict[int, Turn] = {}
         self.num_segments = 0
         self.num_sampled = 0
         self.versions: set[int] = set()
@@ -117,27 +117,27 @@ class TokenTree:
         self._last = (0, 0, 0, "")
         """Branch, turn, version and engine of the last segment."""
 
-    def open_turn(self, turn: int, after: TurnTokens | None, token_ids: Sequence[int]) -> TurnTokens:
+    def open_turn(self, turn: int, after: Turn | None, token_ids: Sequence[int]) -> Turn:
         """Opens a turn behind ``after``: on its branch, unless something went on from there already."""
         if after is None:
             return self.begin(turn, token_ids)
         return (self.go_on if after.is_tip else self.branch_off)(turn, after, token_ids)
 
-    def begin(self, turn: int, token_ids: Sequence[int]) -> TurnTokens:
+    def begin(self, turn: int, token_ids: Sequence[int]) -> Turn:
         """Opens a turn on a branch of its own, all of whose tokens so far are read."""
         return self._open(turn, self._branch(self.num_branches), token_ids)
 
-    def go_on(self, turn: int, after: TurnTokens, token_ids: Sequence[int]) -> TurnTokens:
+    def go_on(self, turn: int, after: Turn, token_ids: Sequence[int]) -> Turn:
         """Opens a turn with the tokens that are read after the turn ``after``, which ends its branch."""
         if not after.is_tip:
             raise LedgerConflict(f"{self.key}: turn {after.number} is not the end of its branch")
         return self._open(turn, after.branch, token_ids)
 
-    def branch_off(self, turn: int, after: TurnTokens, token_ids: Sequence[int]) -> TurnTokens:
+    def branch_off(self, turn: int, after: Turn, token_ids: Sequence[int]) -> Turn:
         """Like ``go_on``, on a new branch: what lies before ``token_ids`` is copied, and only read."""
         return self.begin(turn, [*after.branch.ids.head(after.end), *token_ids])
 
-    def prompt_of(self, turn: TurnTokens) -> TokenIds:
+    def prompt_of(self, turn: Turn) -> TokenIds:
         """All ids of its branch, to sample behind; it grows with the branch."""
         branch = turn.branch
         length, digest = branch.last_prompt
@@ -146,7 +146,7 @@ class TokenTree:
         branch.last_prompt = (len(branch.ids), branch.ids.digest(len(branch.ids)))
         return branch.ids
 
-    def add(self, turn: TurnTokens, sampled: Sampled, spent: TimeSplit | None = None) -> list[Segment]:
+    def add(self, turn: Turn, sampled: Sampled, spent: TimeSplit | None = None) -> list[Segment]:
         """Adds sampled tokens; returns the segments that hold them, one per version. The first carries ``spent``."""
         if not turn.is_tip:
             raise LedgerConflict(f"{self.key}: turn {turn.number} was continued already")
@@ -194,15 +194,15 @@ class TokenTree:
         self.num_branches = max(self.num_branches, number + 1)
         return self._branches.setdefault(number, _Branch(number))
 
-    def _open(self, number: int, branch: _Branch, token_ids: Sequence[int]) -> TurnTokens:
+    def _open(self, number: int, branch: _Branch, token_ids: Sequence[int]) -> Turn:
         if not token_ids or number in self.turns:
             raise LedgerConflict(f"{self.key}: turn {number} was opened twice, or with no token to read before it")
         first = len(branch.ids)
         branch.ids.extend(token_ids)
-        turn = self.turns[number] = TurnTokens(number, branch, first, len(branch.ids))
+        turn = self.turns[number] = Turn(number, branch, first, len(branch.ids))
         return turn
 
-    def _sample(self, turn: TurnTokens, action_ids: Sequence[int], version: int, engine_id: str) -> None:
+    def _sample(self, turn: Turn, action_ids: Sequence[int], version: int, engine_id: str) -> None:
         turn.spans.append(Span(len(turn.sampled), len(turn.sampled) + len(action_ids), version))
         turn.branch.ids.extend(action_ids)
         turn.sampled.extend(action_ids)
@@ -210,9 +210,7 @@ class TokenTree:
         self.num_sampled += len(action_ids)
         self.versions.add(version)
 
-    def _cut(
-        self, turn: TurnTokens, logprobs: Sequence[float], cache_mode: CacheMode, spent: TimeSplit | None
-    ) -> Segment:
+    def _cut(self, turn: Turn, logprobs: Sequence[float], cache_mode: CacheMode, spent: TimeSplit | None) -> Segment:
         branch, version, is_first = turn.branch, turn.spans[-1].version, len(turn.spans) == 1
         segment = self._segment(
             *(branch.number, turn.number, version, branch.last_engine, branch.ids.since(branch.num_sealed), logprobs),
@@ -224,7 +222,7 @@ class TokenTree:
         self._sealed(turn, version)
         return segment
 
-    def _sealed(self, turn: TurnTokens, version: int) -> None:
+    def _sealed(self, turn: Turn, version: int) -> None:
         branch = turn.branch
         branch.num_sealed = len(branch.ids)
         self.num_segments += 1
@@ -275,7 +273,7 @@ class Ledger(TokenTree):
     """A tree with one open turn, the newest: where the environment holds the loop."""
 
     @property
-    def open(self) -> TurnTokens:
+    def open(self) -> Turn:
         if not self.turns:
             raise LedgerConflict(f"{self.key}: nothing can be sampled before the first prompt")
         return self.turns[len(self.turns) - 1]

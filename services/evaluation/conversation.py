@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gspo_core.chat import ChatCodec
 from gspo_core.environment_contract import Start
 from gspo_core.episode_limits import limit_met
-from gspo_core.evaluation.policy import PolicyUnusable, Turn
+from gspo_core.evaluation.policy import PolicyTurn, PolicyUnusable
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import EpisodeKey, StopReason
@@ -50,7 +50,7 @@ class TokenConversation:
     def begin(self, start: Start) -> StopReason | None:
         return self._history.begin(start)
 
-    async def answer(self, max_tokens: int) -> Turn | StopReason:
+    async def answer(self, max_tokens: int) -> PolicyTurn | StopReason:
         codec, sampled = self._sampler.codec, self._ledger.open.sampled
         stop = None
         while stop is None and not (sampled and sampled[-1] in codec.stop_ids):
@@ -58,9 +58,9 @@ class TokenConversation:
                 await self._sample_chunk(max_tokens)
         parsed = self._history.parse()
         message = codec.message(sampled, self._history.tools, turn=parsed)
-        return Turn(parsed, message, len(sampled), stop)
+        return PolicyTurn(parsed, message, len(sampled), stop)
 
-    def read(self, turn: Turn, messages: Sequence[Message]) -> StopReason | None:
+    def read(self, turn: PolicyTurn, messages: Sequence[Message]) -> StopReason | None:
         return self._history.read(turn.parsed, messages)
 
     def _exhausted(self, max_tokens: int) -> StopReason | None:

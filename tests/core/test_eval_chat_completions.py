@@ -12,7 +12,7 @@ import pytest
 from gspo_core.env import CallStatus, Start
 from gspo_core.evaluation import chat_completions
 from gspo_core.evaluation.chat_completions import Api, ChatCompletions, only_model, read_answer
-from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
+from gspo_core.evaluation.policy import PolicyFailed, PolicyTurn, PolicyUnusable
 from gspo_core.messages import ToolSchema
 from gspo_core.spec import EpisodeLimits
 from gspo_core.types import StopReason
@@ -60,7 +60,7 @@ async def test_a_tool_cycle_over_chat_completions() -> None:
     conversation = policy_of(server, body={"temperature": 0.5}).converse("0/0", 1, EpisodeLimits())
     assert conversation.begin(START) is None
     turn = await conversation.answer(100)
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, PolicyTurn)
     assert [(call.name, call.arguments, call.status) for call in turn.parsed.calls] == [
         ("add", {"x": 1}, CallStatus.OK),
         ("add", {"x": 2}, CallStatus.OK),
@@ -69,7 +69,7 @@ async def test_a_tool_cycle_over_chat_completions() -> None:
     results = [{"role": "tool", "content": str(number), "name": "add", "tool_call_id": "call_0"} for number in (1, 2)]
     assert conversation.read(turn, results) is None  # type: ignore[arg-type]
     last = await conversation.answer(100)
-    assert isinstance(last, Turn)
+    assert isinstance(last, PolicyTurn)
     assert last.parsed.text == "Three."
     first, second = server.sent
     assert (first["model"], first["temperature"], first["tools"]) == ("m", 0.5, [TOOL])
@@ -115,7 +115,7 @@ def test_an_answer_that_was_withheld_is_a_failure() -> None:
         read_answer(completion("", "content_filter"), set())
 
 
-async def asked(server: Callable[[httpx.Request], httpx.Response], **api: Any) -> Turn | StopReason:
+async def asked(server: Callable[[httpx.Request], httpx.Response], **api: Any) -> PolicyTurn | StopReason:
     conversation = policy_of(server, **api).converse("0/0", 1, EpisodeLimits())
     conversation.begin(START)
     return await conversation.answer(100)
@@ -124,7 +124,7 @@ async def asked(server: Callable[[httpx.Request], httpx.Response], **api: Any) -
 async def test_a_request_that_may_succeed_later_is_sent_again() -> None:
     server = Server(httpx.Response(429, headers={"retry-after": "0"}), httpx.Response(503), completion("Yes."))
     answer = await asked(server)
-    assert isinstance(answer, Turn)
+    assert isinstance(answer, PolicyTurn)
     assert (answer.parsed.text, len(server.sent)) == ("Yes.", 3)
 
 
@@ -134,7 +134,7 @@ async def test_half_a_character_is_neither_kept_nor_sent() -> None:
     conversation = policy_of(server).converse("0/0", 1, EpisodeLimits())
     conversation.begin(START)
     turn = await conversation.answer(100)
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, PolicyTurn)
     assert turn.parsed.text == turn.message["content"] == "It is ?."
     assert conversation.read(turn, [{"role": "user", "content": "a tool read \udc00"}]) is None
     await conversation.answer(100)
@@ -171,7 +171,7 @@ async def test_an_api_may_say_itself_whether_to_send_a_request_again() -> None:
     with pytest.raises(PolicyFailed, match="status 409: over"):
         await asked(Server(httpx.Response(409, text="over", headers={"x-should-retry": "false"})))
     later = httpx.Response(423, headers={"x-should-retry": "true"})
-    assert isinstance(await asked(Server(later, completion("Yes."))), Turn)
+    assert isinstance(await asked(Server(later, completion("Yes."))), PolicyTurn)
 
 
 async def test_a_refused_request_fails_its_episode_alone() -> None:

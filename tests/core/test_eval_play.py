@@ -14,7 +14,7 @@ from gspo_core.env import CallStatus, Llm, ParsedTurn, PlainEnvironment, Start, 
 from gspo_core.evaluation.episode import World
 from gspo_core.evaluation.evaluation import EvalSetting, OtherSetting, chosen_tasks, evaluate, open_folder, task_seed
 from gspo_core.evaluation.played import EPISODES_FILE, EpisodePlace, Played, PlayedFile, read_played, read_setting
-from gspo_core.evaluation.policy import PolicyFailed, PolicyUnusable, Turn
+from gspo_core.evaluation.policy import PolicyFailed, PolicyTurn, PolicyUnusable
 from gspo_core.evaluation.report import EvalReport, compare, difference_lines
 from gspo_core.messages import Message
 from gspo_core.spec import EpisodeLimits
@@ -77,17 +77,17 @@ class ScriptedConversation:
         self._messages += start.messages
         return None
 
-    async def answer(self, max_tokens: int) -> Turn | StopReason:
+    async def answer(self, max_tokens: int) -> PolicyTurn | StopReason:
         said = self._says(self._num_turns, self._messages)
         self._num_turns += 1
         if isinstance(said, StopReason):
             return said
         if isinstance(said, str):
-            return Turn(ParsedTurn(said), {"role": "assistant", "content": said}, 3)
+            return PolicyTurn(ParsedTurn(said), {"role": "assistant", "content": said}, 3)
         call = ToolCall("add", {"amount": said}, CallStatus.OK, "", 0, 1)
-        return Turn(ParsedTurn("", (call,)), {"role": "assistant", "content": "", "tool_calls": []}, 5)
+        return PolicyTurn(ParsedTurn("", (call,)), {"role": "assistant", "content": "", "tool_calls": []}, 5)
 
-    def read(self, turn: Turn, messages: Sequence[Message]) -> StopReason | None:
+    def read(self, turn: PolicyTurn, messages: Sequence[Message]) -> StopReason | None:
         self._messages += messages
         return None
 

@@ -35,7 +35,7 @@ from services.episodes.snapshots import (
     TreeSnapshot,
     check_room,
 )
-from services.episodes.tree import TokenTree, TurnTokens
+from services.episodes.tree import TokenTree, Turn
 from services.gateway.agent.answers import Answers
 from services.gateway.agent.budget import Budget
 from services.gateway.agent.live import Deciding, Delivery, LiveTurn, in_turn
@@ -325,7 +325,7 @@ class AgentEpisode:
         tokens.asked, tokens.user = _asked(entry, place, ask), ask.user
         return self._alive(entry, tokens, ask)
 
-    def _open(self, number: int, beginning: TurnPrompt) -> TurnTokens:
+    def _open(self, number: int, beginning: TurnPrompt) -> Turn:
         tokens = self._tree.open_turn(number, beginning.after, beginning.token_ids)
         tokens.num_begun = beginning.num_begun
         return tokens
@@ -343,7 +343,7 @@ class AgentEpisode:
 
     # sampling
 
-    def _alive(self, entry: TurnEntry, tokens: TurnTokens, ask: TurnRequest) -> LiveTurn:
+    def _alive(self, entry: TurnEntry, tokens: Turn, ask: TurnRequest) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, tokens, ask, self._setting.codec)
         self._live[entry.number] = turn
         if (finish := self._budget.ending(turn)) is None:

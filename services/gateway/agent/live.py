@@ -17,7 +17,7 @@ from gspo_core.chat import ChatCodec
 from services.episodes.matching import TurnEntry
 from services.episodes.metering import Counters
 from services.episodes.reading import Reading, certain, certain_ids
-from services.episodes.tree import TurnTokens
+from services.episodes.tree import Turn
 from services.gateway.dialects.turns import Answer, Piece, Refusal, TurnRequest, call_id
 
 # Its tools can be large, and an episode keeps each of its turns.
@@ -30,7 +30,7 @@ class LiveTurn:
     """A turn that was asked for here, until its answer is known and nobody is being given it. Asked for once more, it
     is read again from what was stored."""
 
-    def __init__(self, id: str, entry: TurnEntry, tokens: TurnTokens, ask: TurnRequest, codec: ChatCodec) -> None:
+    def __init__(self, id: str, entry: TurnEntry, tokens: Turn, ask: TurnRequest, codec: ChatCodec) -> None:
         self.id = id
         self.entry = entry
         self.tokens = tokens

@@ -23,7 +23,7 @@ from gspo_core.chat.text import text_of, to_json
 from gspo_core.messages import ForkReason, Message
 from services.episodes.fingerprints import of_messages
 from services.episodes.matching import Beginnings, History, PrefixMatch, Rewritten, TurnEntry, added
-from services.episodes.tree import TokenTree, TurnTokens
+from services.episodes.tree import TokenTree, Turn
 from services.gateway.dialects.asks import with_digest
 from services.gateway.dialects.turns import Refusal, RefusalKind, ToolChoice, TurnRequest
 
@@ -50,7 +50,7 @@ class TurnPrompt:
 
     token_ids: Sequence[int]
     """All that is read; the last ``num_begun`` of them begin the answer."""
-    after: TurnTokens | None = None
+    after: Turn | None = None
     """It goes on at the end of this turn, or forks from there."""
     num_stored: int = 0
     reason: str = ""
@@ -241,7 +241,7 @@ def _unreadable(error: Exception) -> Refusal:
     return Refusal(RefusalKind.INVALID, f"the messages cannot be read: {error}", param="messages")
 
 
-def sampling_seed(ask: TurnRequest, turn: TurnTokens) -> int | None:
+def sampling_seed(ask: TurnRequest, turn: Turn) -> int | None:
     """What an agent's seed becomes for an engine: one number for all pieces of a turn, whoever asks for them.
 
     Below 2**31, which every kind of engine takes. None where the agent sent none. It is made of the seed and of the ids
