@@ -50,7 +50,7 @@ class RoleFields(TypedDict, total=False):
     state: str | None
     job: str | None
     label: str
-    """Of the weights that an engine holds."""
+    """Names the weights that an engine holds."""
     jobs: list[str]
     num_episodes: int
     host: str

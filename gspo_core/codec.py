@@ -73,7 +73,7 @@ _HEADER_BYTES = _HEADER.size
 _CHECKED_FROM = _PREFIX.size
 _BYTES_PER_TOKEN = 4 + 4 + 1
 _ALIGNMENT = 8
-# Of a meta block without an outcome: names and numbers, of which the longest are a model's and a user's.
+# Room for a meta block without an outcome: numbers and names, of which a model's and a user's are the longest.
 _META_ROOM_BYTES = 16 << 10
 MAX_SEGMENT_TOKENS: Final = (MAX_SEGMENT_BYTES - _HEADER_BYTES - _META_ROOM_BYTES) // _BYTES_PER_TOKEN
 """A segment without an outcome may have so many, whatever else it says."""

@@ -22,7 +22,7 @@ from gspo_core.types import Evidence, Split, StopReason
 if TYPE_CHECKING:
     from gspo_core.environment_records import EnvironmentDescription
 
-# Of an episode. They are kept with it: in Redis, in the log of its step, and on its page.
+# An episode's numbers are kept with it: in Redis, in the log of its step, and on its page.
 MOST_NUMBERS = 128
 MOST_NAME_CHARS = 128
 _SHOWN_CHARS = 40
@@ -203,7 +203,7 @@ class Llm:
     heard."""
 
     base_url: str
-    """Of the OpenAI dialects; ends in `/v1`."""
+    """For the OpenAI dialects; ends in `/v1`."""
     api_key: str = field(repr=False)
     model: str = "policy"
     episode: str = ""

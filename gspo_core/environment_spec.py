@@ -150,7 +150,7 @@ class HostSpec(Documented):
     """Time for loading the environment; beyond it the worker cannot serve the job."""
 
 
-# Of a command: more than any shell would be given, less than what makes a record large.
+# For a command: more than any shell would be given, less than would make a record large.
 MAX_WORDS, MAX_WORD_CHARS = 64, 4096
 MAX_PROMPT_CHARS = 65_536
 
@@ -179,7 +179,7 @@ class AcpSpec(Documented):
     none."""
 
 
-# Of texts that differ from one request to the next: each is looked for in every request.
+# Texts that differ from one request to the next: each is searched for in every request.
 MAX_VOLATILE, MAX_VOLATILE_CHARS = 16, 256
 
 

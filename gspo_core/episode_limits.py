@@ -39,7 +39,7 @@ TRUNCATED = frozenset(
 PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
 """The policy's own action broke its session, so it cannot be scored. It is an outcome all the same, else crashing would
 be an escape; rewards of earlier turns do not count."""
-# Of what is kept, the share that is taken from the beginning; the rest is the end, where results and errors often are.
+# Share of the kept text that is its beginning; the rest is its end, where results and errors often are.
 _HEAD = 0.75
 
 

@@ -24,7 +24,7 @@ _EnumT = TypeVar("_EnumT", bound=StrEnum)
 MAX_LOGPROB = 1e-4
 # Attempts, branches, indexes, turns and versions become int32 arrays when segments are stitched.
 MAX_COUNT = 2**31 - 1
-# Of rewards and metrics. Squares of it, as a step sums them, still fit into a float32.
+# Largest reward or metric. The sums of squares that a step makes still fit into a float32.
 MOST_SIZE = 1e15
 
 

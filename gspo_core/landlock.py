@@ -41,7 +41,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel; 0 if it has none."""
+    """The kernel's version of Landlock; 0 if it has none."""
     try:
         return _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
     except OSError as error:

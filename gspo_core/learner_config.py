@@ -114,7 +114,7 @@ LIVE_RATES = (
     "ess_scaling",
     "signal_scaling",
 )
-"""Of the optimizer: what may change between two steps."""
+"""Settings of the optimizer that may change between two steps."""
 
 
 class LoraConfig(Documented):

@@ -45,11 +45,11 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     base_digest: str
-    """Of all tensors of the base, as its files hold them."""
+    """Over all tensors of the base, as its files hold them."""
     dtype: str
     """In which the weights are published."""
     digest: str
-    """Of all tensors of the result."""
+    """Over all tensors of the result."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LoraAdapter:
     base: Path
     scaling: float
     additions: Mapping[str, tuple[Tensor, Tensor]]
-    """Of the tensors of the base that are added to, by name: the matrices whose product is added."""
+    """By name of the base tensor: the two matrices whose product is added to it."""
 
 
 def add_product(weight: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tensor:
@@ -156,13 +156,13 @@ class BaseWeights:
         return found
 
     def sha256(self, name: str, dtype: torch.dtype) -> str:
-        """Of the tensor in this dtype."""
+        """The tensor's in this dtype."""
         if (name, dtype) not in self._sha256:
             self._sha256[name, dtype] = _sha256(self.tensor(name).to(dtype))
         return self._sha256[name, dtype]
 
     def digest(self) -> str:
-        """Of all tensors, as the files hold them."""
+        """Over all tensors, as the files hold them."""
         if self._digest is None:
             tensors = ((name, self.tensor(name)) for name in self)
             self._digest = digest_of(_described(name, one, _sha256(one)) for name, one in tensors)
@@ -221,7 +221,7 @@ def merged_weights(base: BaseWeights, directory: Path) -> dict[str, Tensor]:
 
 
 def digest_of(entries: Iterable[tuple[str, str, list[int], str]]) -> str:
-    """Of tensors: name, dtype, shape and SHA-256 of the bits of each. As deltas have it."""
+    """SHA-256 over each tensor's name, dtype, shape and SHA-256 of its bits, as in deltas."""
     return hashlib.sha256(msgspec.json.encode(sorted(entries))).hexdigest()
 
 

@@ -167,7 +167,7 @@ class ParsedTurn:
     """The policy ended the turn itself: a stop token was sampled and no reasoning is left open."""
     reasoning: str = ""
     num_thought_tokens: int = 0
-    """Of the ids, those up to the end of the reasoning."""
+    """Ids up to the end of the reasoning."""
     may_be_thought: bool = False
     """Its calls stand in reasoning whose end was not sampled: should that still come, they are a part of it."""
 

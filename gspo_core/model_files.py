@@ -17,7 +17,7 @@ HEAD_SETTINGS: Mapping[str, tuple[int | None, ...]] = {
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
 }
-# Of models whose messages may hold more than text: no environment, template or engine call here carries that.
+# Set for models whose messages may hold more than text: no environment, template or engine call here carries that.
 OTHER_SENSES = ("vision_config", "audio_config")
 # Why neither a chat format nor a layout of the learner fits.
 KNOWN_NOT_TO_FIT: Mapping[str, str] = {

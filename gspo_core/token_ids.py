@@ -47,7 +47,7 @@ class TokenIds(Sequence[int]):
         return b"[" + self._digits + b"]"
 
     def digest(self, length: int) -> int:
-        """Of the first ``length`` ids."""
+        """Checksum of the first ``length`` ids."""
         return int(crc32(memoryview(self._ids)[:length]))
 
     def since(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

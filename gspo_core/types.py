@@ -210,9 +210,9 @@ class Asked(NamedTuple):
     model: str
     """As the request named it; the job decides which one answers."""
     num_messages: int
-    """Of the whole conversation."""
+    """In the whole conversation."""
     num_old: int
-    """Of these, the ones that ``parent`` stands for."""
+    """How many of these ``parent`` stands for."""
 
 
 class Repeated(NamedTuple):

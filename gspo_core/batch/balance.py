@@ -20,7 +20,7 @@ PAIRS_PER_TOKEN = 16_384
 KEYS_PER_TOKEN = 16
 # Numbers of bins that are tried beyond the fewest, in steps of the number of ranks.
 TRIES = 3
-# Of the plans that were found, the best so many are refined.
+# How many of the best plans are refined.
 REFINED = 3
 
 

@@ -85,7 +85,7 @@ def _system(text: str) -> Iterator[str]:
 
 
 def _tool_name(line: str) -> str | None:
-    """Of a line that holds the schema of a tool, as chat templates write them."""
+    """The tool's name, if the line holds a tool's schema as chat templates write it."""
     try:
         schema = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):

@@ -311,7 +311,7 @@ def _ref_and_config(env: str, config: str | None) -> tuple[str, dict[str, JSON]]
 
 
 def _require_address(model: str) -> None:
-    """Of what names an API."""
+    """Refuses an API's address that is no URL or names no host."""
     if not model.startswith(_ADDRESS):
         return
     try:

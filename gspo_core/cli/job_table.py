@@ -16,7 +16,7 @@ from gspo_core.client import ApiError, Client
 HEADER = ("ID", "STATUS", "STEP", "REWARD", "TOOK", "BEGAN (UTC)", "ENVIRONMENT", "MODEL", "NAME")
 NUM_SHOWN = 20
 LONGEST = 24
-"""Of a name that somebody gave."""
+"""Characters of an environment, a model or a name in the table."""
 
 
 def show(url: str, *, as_json: bool, number: int | None = NUM_SHOWN) -> int:

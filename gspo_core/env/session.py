@@ -37,7 +37,7 @@ from gspo_core.types import NOTHING, Evidence, StopReason
 
 T = TypeVar("T")
 Keyword: TypeAlias = object
-"""Of a member: read from JSON as its hint says, or a ``Context``."""
+"""A member's keyword argument: read from JSON as its hint says, or a ``Context``."""
 
 _LENGTH = struct.Struct("<I")
 """Length of the part of a snapshot before the author's state."""

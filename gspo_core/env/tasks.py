@@ -29,7 +29,7 @@ class EnvironmentTasks:
     split: Split
     held: Sequence[Task] | Callable[[int], Task] = ()
     count: int = 0
-    """Of a function."""
+    """Number of tasks, if ``held`` is a function."""
 
     def __len__(self) -> int:
         return self.count if callable(self.held) else len(self.held)

@@ -269,7 +269,7 @@ class TrlSession(PlainSession):
 
     @property
     def _left_s(self) -> float:
-        """Of the time for the reward, which all that judge share."""
+        """Time left for the reward; all that judge share it."""
         return max(0.0, self._judged_by - asyncio.get_running_loop().time())
 
     async def _within_time(self, judging: Awaitable[T]) -> T:

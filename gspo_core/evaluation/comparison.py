@@ -77,7 +77,7 @@ def mcnemar(num_better: int, num_worse: int) -> float:
 
 
 def shares_interval(num_better: int, num_worse: int, num_tasks: int, confidence: float) -> tuple[float, float]:
-    """Of the difference of two paired shares: Wald's interval with one pair more of each kind (Bonett and Price)."""
+    """Wald's interval for the difference of two paired shares, with one more pair of each kind (Bonett and Price)."""
     better, worse = (num_better + 1) / (num_tasks + 2), (num_worse + 1) / (num_tasks + 2)
     error = math.sqrt((better + worse - (better - worse) ** 2) / (num_tasks + 2))
     half = normal_quantile((1 + confidence) / 2) * error

@@ -76,7 +76,7 @@ def chosen_tasks(num_tasks: int, wanted: int, seed: int) -> list[int]:
 
 
 def task_seed(seed: int, task: int) -> int:
-    """Of the environment: the same for all episodes of a task, which differ by what the policy samples."""
+    """The environment's seed: the same for all episodes of a task, which differ by what the policy samples."""
     digest = hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

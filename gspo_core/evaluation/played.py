@@ -34,7 +34,7 @@ class Played:
 
     place: EpisodePlace
     seed: int
-    """Of the environment; the same for all episodes of a task."""
+    """The environment's; the same for all episodes of a task."""
     stop: str
     reward: float | None
     """None exactly where it failed."""

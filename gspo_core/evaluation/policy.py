@@ -79,7 +79,7 @@ class LocalPolicyOrder:
     device: str
     seed: int
     api_url: str
-    """Of the installation that has the job."""
+    """The installation that has the job."""
 
 
 class LocalPolicies(Protocol):

@@ -33,9 +33,9 @@ class BatchView:
 
     bounds: BatchBounds
     rate_share: float = 1.0
-    """Of the learning rate, for so much signal as the batch has."""
+    """Scales the learning rate to the batch's signal."""
     logprobs: Sequence[NDArray[np.float32]] = ()
-    """Of its sampled tokens, under the weights that the step starts from."""
+    """For its sampled tokens, under the weights that the step starts from."""
     start: StepStart | None = None
     """Where the step can be taken back to."""
 

@@ -30,7 +30,7 @@ class ContextRanks:
 
     group: dist.ProcessGroup
     place: int
-    """Of this rank among them; it has the part of the row at this place."""
+    """This rank's place among them, and that of its part in the row."""
     size: int
 
     def part_size(self, num_tokens: int) -> int:

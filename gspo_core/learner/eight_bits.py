@@ -29,7 +29,7 @@ class Codes(NamedTuple):
 
 
 def num_blocks(shape: tuple[int, ...]) -> int:
-    """Of each row."""
+    """Blocks in each row."""
     width = 1
     for size in shape[1:]:
         width *= size

@@ -163,7 +163,7 @@ def _moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str
 
 
 def _total_norm(optimizer: torch.optim.Optimizer, tensors: Iterator[Tensor], norm_type: float) -> Tensor:
-    """Of all together. Moments that are kept elsewhere are there one after the other; the result is the same."""
+    """The norm of all together. With ``KeptAdamW``, tensors are made one at a time; the result is the same."""
     if not isinstance(optimizer, KeptAdamW):
         return whole(torch.nn.utils.get_total_norm(list(tensors), norm_type=norm_type))
     norms = [_norm(tensor, norm_type) for tensor in tensors]

@@ -54,7 +54,7 @@ MAX_FORWARD_DIFFERENCE = 1e-3
 
 
 OPTIONS = frozenset(LearnerOptions.model_fields)
-"""Of the learner's options, those that this policy knows: all."""
+"""The learner's options that this policy knows: all."""
 
 _Extra = dict[str, Packing | ContextRanks]
 """What a model hands on to its attention."""

@@ -11,7 +11,7 @@ from gspo_core.types import EpisodeKey
 
 
 def advantage_config(batch: LoggedBatch, submitted: JobSpec) -> AdvantageConfig:
-    """Of the step: what was submitted, with the live settings of then."""
+    """The step's: as submitted, with the live settings of that time."""
     values = batch.extra.get("settings", {}).get("values", {})
     return (tuned(submitted, values) if values else submitted).objective.advantage
 

@@ -64,7 +64,7 @@ def plain_beginning(file: BinaryIO, length: int) -> bytes:
 
 
 def plain_size(data: bytes) -> int:
-    """Of the log that begins with ``data``; 0 where it is not archived. Raises DamagedBatch, UnknownBatchSchema."""
+    """Unpacked size of the log that ``data`` begins; 0 if not archived. Raises DamagedBatch, UnknownBatchSchema."""
     if not data.startswith(_MAGIC):
         return 0
     try:

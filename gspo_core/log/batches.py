@@ -65,7 +65,7 @@ class BatchExtra(TypedDict, total=False):
     dropped: dict[str, list[int]]
     """Groups that were dropped since the step before, by reason."""
     staleness: dict[str, int]
-    """Of each version, in steps."""
+    """By version, in steps."""
     settings: LoggedSettings
     computed: Computed
     dealing: Literal["groups"]

@@ -89,7 +89,7 @@ def drift(segments: Sequence[Segment]) -> tuple[Counter[str], int]:
 
 
 def _num_read_again(pieces: Sequence[Segment], shared: int) -> int:
-    """Of a branch whose first ``shared`` tokens an earlier one has."""
+    """Prompt tokens that a branch read anew, behind the first ``shared``, which an earlier one has."""
     asked = next((one.asked for one in pieces if one.asked is not None), None)
     if asked is None or not asked.reason or asked.reason == SUB_AGENT:
         return 0

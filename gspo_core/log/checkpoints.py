@@ -14,7 +14,7 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 
 FORMAT = 2
-# Of the record of a fork, which says a number only where it is another one.
+# Format of a fork's record, which states its number only if it is another one.
 FORK_FORMAT = 1
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 

@@ -44,9 +44,9 @@ EXPORTS = "exports"
 WEIGHTS = "weights"
 # Answers of the API to what was asked of trained steps.
 REPLAYS = "replays"
-# Of a forked job: what it was brought of its parent, named as in the parent's directory.
+# In a forked job: what was copied from its parent, named as in the parent's directory.
 ORIGIN = "origin"
-# Of a job that is trained on recorded episodes: these.
+# In a job that is trained on recorded episodes: those episodes.
 RECORDED = "recorded"
 
 # Below a checkpoint.
@@ -88,7 +88,7 @@ def parse_version_name(name: str) -> int | None:
 
 
 def numbered_name(number: int) -> str:
-    """Of the record of a state or of a version."""
+    """File name of a state's or a version's record."""
     return f"{number:08d}.json"
 
 

@@ -165,7 +165,7 @@ def _lost(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of the episodes of agents: branches by the reason for which they began, and what was read anew for them."""
+    """For agents' episodes: branches by the reason why they began, and the tokens read anew for them."""
     reasons, num_anew = Counter[str](), 0
     for trajectory in trajectories:
         found, num = drift(trajectory.segments)

@@ -23,7 +23,7 @@ class BranchTokens:
     token: NDArray[np.int32]
     is_sampled: NDArray[np.bool_]
     version: NDArray[np.int32]
-    """Of the weights; those that answered, where a token was not sampled."""
+    """The weights that sampled the token; for one that was not sampled, those that answered it."""
     staleness: NDArray[np.int32]
     """In steps; -1 where the log does not say."""
     logprob: NDArray[np.float32]

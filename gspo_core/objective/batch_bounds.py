@@ -29,7 +29,7 @@ class BatchBounds:
     k3_gate: float | None
     outlier_gate: float | None
     square: float = math.inf
-    """Of a token's log ratio."""
+    """For the square of a token's log ratio."""
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class TokenTerms:
     mask_BT: Tensor
     advantages_BT: Tensor
     log_ratio_BT: Tensor
-    """Of the unit (sequence, turn or token) that the token belongs to, against the anchor."""
+    """For the unit (sequence, turn or token) that the token belongs to, against the anchor."""
     weight_BT: Tensor
     """The correction for the sampler's distribution."""
     kept_BT: Tensor

@@ -31,7 +31,7 @@ class LearnerPlace:
     num_ranks: int
     device: Literal["cpu", "cuda"]
     usable_bytes: int
-    """Of each rank's device; what is planned for a CPU is not bounded."""
+    """On each rank's device; a plan for a CPU has no bound."""
     has_reference: bool = False
     longest: int | None = None
     """Tokens of the longest sequence; only `context_parallel` splits it."""

@@ -18,7 +18,7 @@ class Device:
     name: str
     memory_bytes: int
     flops: float
-    """Of dense bfloat16 products, each second."""
+    """Per second, in dense bfloat16 products."""
     bytes_per_s: float
     """Between devices of one machine, one way."""
 

@@ -16,9 +16,9 @@ from gspo_core.plan.passes import highest_moment
 from gspo_core.plan.setting import FLOAT, Setting, all_shapes, layer_size, root_size, size
 from gspo_core.plan.shapes import ModelShape, Shape, share_of
 
-# Of the parameters of a rank in float32: what the optimizer updates at once, unless a single one is larger.
+# What the optimizer updates at once of a rank's parameters, in float32, unless a single one is larger.
 UPDATED_AT_ONCE_BYTES = 512 * 2**20
-# Of a checkpoint: names of a tensor and its moments in the header of the file; random state, counters and lineage.
+# In a checkpoint: names of a tensor and its moments in the file's header; random state, counters and lineage.
 NAMED_BYTES, RECORDED_BYTES = 1024, 16 * 1024
 # Numbers of a row that share a scale where moments are kept in eight bits, and those that are rounded at once.
 BLOCK, ROUNDED_AT_ONCE = 256, 2**22
@@ -110,8 +110,8 @@ def _updated_at_once(setting: Setting) -> int:
 
 
 def _beside_the_update(setting: Setting) -> dict[str, int]:
-    """Of what is updated at once: the roots that AdamW makes, and moments that are kept otherwise between updates,
-    which are rounded when the roots are gone."""
+    """What an update takes at a time: the roots that AdamW makes, then the numbers being rounded to eight bits, and the
+    moments that are kept in another form between updates."""
     found = {"roots of the second moments": 0 if setting.is_fused else _updated_at_once(setting)}
     if setting.has_small_moments and _rounded_at_once(setting) > found["roots of the second moments"]:
         found = {"numbers being rounded": _rounded_at_once(setting)}
@@ -151,7 +151,7 @@ def _moments(setting: Setting) -> int:
 
 
 def _moment_bytes(setting: Setting, shape: Shape) -> int:
-    """Of a matrix: a byte for each number, and a scale for each block of a row."""
+    """A matrix takes a byte for each number and a scale for each block of a row; a vector stays in float32."""
     numbers = _num_rows(setting, shape)
     if len(shape) == 1:
         return FLOAT * numbers

@@ -33,7 +33,7 @@ def _at_the_head(setting: Setting) -> dict[str, int]:
 
 
 def _at_a_layer(setting: Setting) -> dict[str, int]:
-    """Of the layer behind the last, which finds the gradients of that one still being summed."""
+    """Backward through the last layer but one, while the last one's gradients are still being summed."""
     model, tokens = setting.shape, setting.own_tokens
     layer = layer_size(model)
     kept = _between(setting) + (max(_layers(setting)) if setting.is_checkpointed else 0)
@@ -103,8 +103,8 @@ def _layers(setting: Setting) -> Iterator[int]:
 
 
 def _between(setting: Setting) -> int:
-    """Of all layers: where they are recomputed their inputs, and what attention found if that is kept; else all that
-    their backward passes need."""
+    """What all layers keep for their backward passes; if they are recomputed, only their inputs, and the result of
+    attention if that is kept."""
     if not setting.is_checkpointed:
         return sum(_layers(setting))
     model = setting.shape

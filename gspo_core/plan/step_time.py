@@ -24,7 +24,7 @@ class Work:
     """What a step trains on."""
 
     num_tokens: int
-    """Of all sequences of a step, as laid out."""
+    """In all sequences of a step, as laid out."""
     mean_length: int
     minibatches: int
     has_proximal: bool

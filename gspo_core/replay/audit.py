@@ -177,7 +177,7 @@ def check_weights(folder: Path, manifest: WeightsManifest) -> None:
 
 
 def manifest_of(folder: Path) -> WeightsManifest:
-    """Of weights that lie anywhere. Raises NotKept, DamagedPast."""
+    """The manifest of weights in any folder. Raises NotKept, DamagedPast."""
     try:
         return decode_manifest((folder / layout.WEIGHTS_MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -50,7 +50,7 @@ class BundleManifest(TypedDict):
 class Opened:
     manifest: BundleManifest
     sha256: str
-    """Of the whole bundle."""
+    """Over the whole bundle."""
 
 
 def write_bundle(past: Past, job: str, first: int, last: int, target: Path) -> BundleManifest:

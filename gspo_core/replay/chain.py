@@ -85,7 +85,7 @@ class Chain:
 
 
 def digests_of(chain: Chain) -> list[str]:
-    """Of the beginning, and of each link."""
+    """One for the beginning, and one for each link."""
     found = [_digest({"format": FORMAT, "job": chain.job, "accepted": chain.accepted, "start": asdict(chain.start)})]
     for link in chain.links:
         found.append(_digest({"before": found[-1], **asdict(link)}))

@@ -25,7 +25,7 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of another way from the one that was taken, both from the same weights."""
+    """How another way differs from the one that was taken, both from the same weights."""
 
     cosine: float | None
     """Between the two updates; None where one of them moved nothing."""

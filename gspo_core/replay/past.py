@@ -159,7 +159,7 @@ class Past:
 
     @cached_property
     def checkpoints(self) -> list[Position]:
-        """Of the history, in order; intact or not."""
+        """Those of the history, in order; intact or not."""
         found = sorted(self._positions(layout.CHECKPOINTS), key=lambda at: (at.step, at.epoch))
         return [at for at in found if in_history(at, self.newest_epoch, self.forks)]
 
@@ -263,7 +263,7 @@ class Past:
             raise DamagedPast(f"{layout.VERSIONS}/{name}: {error}") from error
 
     def fork_record_names(self) -> list[str]:
-        """Of every record of where an epoch forked off."""
+        """Names of all records of where an epoch forked off."""
         found = (name for name in self._names(layout.CHECKPOINTS) if layout.epoch_of_fork_record(name) is not None)
         return [f"{layout.CHECKPOINTS}/{name}" for name in sorted(found)]
 

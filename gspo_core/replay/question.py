@@ -80,7 +80,7 @@ class ReplaySteps:
     trained: int
     """Steps that are trained in all."""
     epochs: tuple[int, ...]
-    """Of the steps asked for."""
+    """The epochs of the steps asked for."""
 
 
 def plan(past: Past, question: ReplayQuestion) -> ReplaySteps:

@@ -59,7 +59,7 @@ class SingleEpisode:
     step_loss: float
     """As the step reported it."""
     sum_of_shares: float
-    """Of all tokens of the step."""
+    """Over all tokens of the step."""
     branches: tuple[BranchShares, ...]
 
 
@@ -152,8 +152,8 @@ class _Work:
         return learner.parameters(), losses, single
 
     def influences(self, before: Parameters, taken: Parameters, say: Say) -> list[Influence]:
-        """Of groups, by what their advantages did. A group that is taken out of its batch whole changes more: the rest
-        is dealt to other updates, which moves the weights even where the group taught nothing."""
+        """What each group's advantages did, greatest first. Taking a whole group out would change more: the rest would
+        be dealt to other updates, which moves the weights even if the group taught nothing."""
         found = []
         for number in [group.group for batch in self._batches for group in batch.groups]:
             tuning = Tuning(self._past.spec)

@@ -73,7 +73,7 @@ def _own_score(environment: EnvironmentSpec) -> Score:
 
 
 def _by_environment(scores: Sequence[Score]) -> Score:
-    """Of a job with several: each episode says which one it is of."""
+    """For a job with several: each episode says which one it was played in."""
 
     def score(episode: RecordedEpisode) -> object:
         return scores[episode.environment](episode)

@@ -105,7 +105,7 @@ def split_step(past: Past, step: int, say: Say = say_nothing) -> StepSplit:
 
 
 StepsOf = Mapping[str, Mapping[int, int]]
-"""Of each job: after how many steps each version of the history was published. Numbers of versions are a job's own."""
+"""By job: after how many steps each version of the history was published. Each job numbers its own versions."""
 
 
 def _steps_of(past: Past) -> StepsOf:

@@ -24,7 +24,7 @@ from gspo_core.replay.past import Past
 from gspo_core.replay.tables import BranchColumns, EpisodeRow, MetricRow, StepRow
 
 RowT = TypeVar("RowT", StepRow, EpisodeRow, MetricRow)
-# Of metrics, which do not come step by step.
+# For metrics, which do not come step by step.
 ROWS_AT_ONCE = 100_000
 _TYPES: dict[object, pa.DataType] = {
     int: pa.int64(),

@@ -50,7 +50,7 @@ class EpisodeRow:
     turns: int
     branches: int
     tokens: int
-    """Of all branches."""
+    """In all branches."""
     sampled_tokens: int
     first_version: int | None
     last_version: int | None

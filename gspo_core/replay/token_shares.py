@@ -31,7 +31,7 @@ class BranchShares:
     policy_logprob: NDArray[np.float32]
     advantage: NDArray[np.float64]
     ratio: NDArray[np.float64]
-    """Of the unit that the token belongs to."""
+    """For the unit that the token belongs to."""
     weight: NDArray[np.float64]
     kept: NDArray[np.bool_]
     clipped: NDArray[np.bool_]

@@ -41,7 +41,7 @@ def write_untrained(directory: Path, codec: HermesCodec, seed: int, *, context_t
 
 
 def shape_of(codec: HermesCodec, context_tokens: int, architecture: Mapping[str, Any] = ARCHITECTURE) -> Qwen3Config:
-    """Of a model that speaks as ``codec`` writes."""
+    """The configuration of a model that speaks as ``codec`` writes."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

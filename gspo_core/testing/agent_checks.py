@@ -22,7 +22,7 @@ from gspo_core.types import Split
 MAX_LOOKED_AT = 500
 # Each runs the file that is its first argument.
 INTERPRETER = re.compile(r"python[\d.]*|node|deno|bun|bash|sh|ruby|perl")
-# Of a prompt, which may hold a long task.
+# For a judge's prompt, which may hold a long task.
 MAX_SHOWN_CHARS = 4096
 
 

@@ -61,7 +61,7 @@ def calls_check(random: Sequence[Answered], oracle: Sequence[Answered] | None) -
 
 
 def _tools_that_never_worked(judged: Sequence[Answered]) -> list[str]:
-    """Of each tool that fails in the same way whatever it is given, a sentence."""
+    """A sentence for each tool that fails in the same way whatever it is given."""
     by_tool: dict[str, list[Answered]] = {}
     for one in judged:
         by_tool.setdefault(one.tool, []).append(one)

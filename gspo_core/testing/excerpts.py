@@ -20,7 +20,7 @@ from gspo_core.types import Split
 
 MAX_TEXT_CHARS = 20_000
 MAX_TURNS = 64
-# Of all first prompts together: less than an answer may have.
+# For all first prompts and their tools together: less than an answer may have.
 MAX_STARTS_CHARS = 4 << 20
 
 

@@ -91,7 +91,7 @@ class _Values:
 
 
 def _bounds(schema: ParameterSchema) -> tuple[int, int]:
-    """Of a whole number; those that models of pydantic declare."""
+    """Those of a whole number, as pydantic's models declare them."""
     bounds: Mapping[str, object] = {**schema}
     low, above = bounds.get("minimum"), bounds.get("exclusiveMinimum")
     high, below = bounds.get("maximum"), bounds.get("exclusiveMaximum")

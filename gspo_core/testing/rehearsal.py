@@ -68,7 +68,7 @@ class RehearsalStage:
 
     act: str = "loading it"
     num_beats: int = 0
-    """Of the event loop that they are made from."""
+    """Signs of life: turns of the event loop that makes the calls, and the acts that begin before it runs."""
     blocked: tuple[str, float] | None = None
     """The call that held this loop up longest, and for how long."""
 
