@@ -35,7 +35,7 @@ _VERIFIER = f"{at.LOGS}/verifier"
 
 @dataclass(frozen=True)
 class _Settings:
-    """Of one configuration, for all of its episodes."""
+    """What all episodes of one configuration share."""
 
     tasks: Mapping[str, HarborTask]
     sandboxes: Sandboxes
@@ -172,7 +172,7 @@ class _Episode:
         self._failure: SandboxFailed | None = None
         self.task = ""
         self.used_s = 0.0
-        """Of the budget for commands."""
+        """Spent from the budget for commands."""
         self.done = False
 
     def reset(self, task: str) -> str:

@@ -90,7 +90,7 @@ class _Game:
             return self._until_policys_turn()
 
     def get_reward(self) -> float:
-        """Of the game; 0 for one that a limit of the episode has ended."""
+        """The game's reward; 0 if a limit of the episode ended it."""
         if self._opponent_failure is not None:
             raise self._opponent_failure
         if not self.done:

@@ -24,7 +24,7 @@ _TAKEN = frozenset({*_SYSTEM, "tests", "solution", "logs", "tmp"})
 
 
 class Places:
-    """Of one episode."""
+    """The folders of one episode."""
 
     def __init__(self, root: Path, workdir: str) -> None:
         self.root = root

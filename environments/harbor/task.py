@@ -53,7 +53,7 @@ class HarborTask:
     image: str
     """What its sandbox begins with, where that may be an image and nothing else provides it."""
     digest: str
-    """Of all its files."""
+    """Over all its files."""
 
     @property
     def has_solution(self) -> bool:

@@ -51,7 +51,7 @@ class File:
 
 
 class Sandbox(Protocol):
-    """Of one episode. Every method raises ``SandboxFailed``."""
+    """Belongs to one episode. Every method raises ``SandboxFailed``."""
 
     root: str
 

@@ -54,7 +54,7 @@ class DoorSandboxes:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Of one sandbox; whoever made the request before has read its answer."""
+    """Belongs to one sandbox; each request waits until the answer before it has been read."""
 
     def __init__(self, door: socket.socket) -> None:
         super().__init__("sandboxes")

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from environments.sandbox.contract import Command, Ended, Sandbox, SandboxFailed
 from gspo_core.outbound import AddressRefused, Network, check_url, is_allowed
 
-# Of a call that is no command; a command has its own beside that.
+# For a call that runs no command; a command adds its own time.
 CALL_S = 60.0
 CONNECT_S = 10.0
 NUM_TRIES = 5

@@ -113,7 +113,7 @@ def _become(order: CommandOrder, output: int, refused: int) -> NoReturn:
 
 
 def drop_capabilities() -> None:
-    """Of root, for whom the kernel would make exceptions, such as reading every process's environment."""
+    """Takes from root the exceptions that the kernel makes for it, such as reading every process's environment."""
     libc = ctypes.CDLL(None, use_errno=True)
     for one in range(_MOST_CAPABILITIES if os.geteuid() == 0 else 0):
         if libc.prctl(_PR_CAPBSET_READ, one, 0, 0, 0) == 1 and libc.prctl(_PR_CAPBSET_DROP, one, 0, 0, 0) != 0:
