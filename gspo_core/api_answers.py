@@ -63,7 +63,7 @@ class Recorded(TypedDict):
     job: str
     first: int | None
     last: int | None
-    """Of its steps."""
+    """The last of its steps that are trained on."""
     traces: bool
     """They are conversations of keys that talk."""
     rewards: str | None
@@ -135,7 +135,7 @@ class Plan(TypedDict):
     estimate: dict[str, int]
     capacity: NotRequired[dict[str, int]]
     memory: NotRequired[dict[str, JSON] | None]
-    """Of the learner, on the `gpus` that were asked for."""
+    """The learner's, on the `gpus` that were asked for."""
 
 
 class ForkPlan(TypedDict):
@@ -200,7 +200,7 @@ class Replay(TypedDict):
     trained_steps: int
     """Steps that are trained in all."""
     done_steps: int | None
-    """Of these, how many are trained by now; null where the API process that answers does not work on it."""
+    """How many of these are trained by now; null unless the API process that answers works on it."""
     created_at: str
     finished_at: str | None
     message: str | None
@@ -452,7 +452,7 @@ class RegisteredEnvironment(TypedDict):
     agent: dict[str, JSON] | None
     """How its agent is started, if it has one."""
     digest: str
-    """Of its content: the same content is the same version."""
+    """Names its content: the same content is the same version."""
     created_at: str
     failures: list[str]
     """Why it is invalid."""
@@ -541,9 +541,9 @@ class EpisodeLease(Lease):
 
     task: dict[str, JSON]
     base_url: str
-    """Of the OpenAI dialects; without `/v1`, of Anthropic's."""
+    """For the OpenAI dialects; without `/v1`, for Anthropic's."""
     api_key: str
-    """Of this attempt alone."""
+    """Valid for this attempt alone."""
     model: str
     reward_key: NotRequired[str]
     """By which rewards are posted; it samples nothing."""

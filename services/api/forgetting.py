@@ -24,7 +24,7 @@ DAY_S = 24 * 3600.0
 
 
 class Forgetting:
-    """Of trained episodes of all jobs."""
+    """Erases old trained episodes of all jobs."""
 
     def __init__(self, store: Store, jobs_dir: JobsDir, now: Callable[[], float] = time.time) -> None:
         """``now``: Unix seconds."""
@@ -32,7 +32,7 @@ class Forgetting:
         self._jobs_dir = jobs_dir
         self._now = now
         self._done: dict[str, float] = {}
-        """Of jobs: nothing is left of what was written before."""
+        """By job: nothing is left of what was written before this time."""
 
     async def run(self, keep_days: float | None, every_s: float = EVERY_S) -> None:
         """``keep_days``: None for ever. It does not return."""

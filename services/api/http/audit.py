@@ -18,7 +18,7 @@ from starlette.types import Scope
 from services.process.telemetry import get_logger
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-# Of a value; a line must stay short enough to be written at once.
+# A longer value is cut: a line must stay short enough to be written at once.
 MAX_VALUE_CHARS = 500
 _NOTHING: Mapping[str, Any] = {}
 

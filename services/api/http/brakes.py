@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-# Of somebody who mistypes, or whose program still has the key of yesterday.
+# Enough for a typing error, or for a program that still has yesterday's key.
 FREE_ATTEMPTS = 20.0
 ATTEMPTS_PER_S = 0.5
 MAX_KEPT = 8192

@@ -29,7 +29,7 @@ AWAY_S = 5.0
 
 
 class RateLimit:
-    """Of this process alone."""
+    """Counts for this process alone."""
 
     def __init__(self, clock: Callable[[], float], *, per_s: float = REQUESTS_PER_S, burst: float = BURST) -> None:
         self.clock = clock
@@ -49,14 +49,14 @@ class RateLimit:
 
 
 class SharedRateLimit:
-    """Of all processes on one Redis. ``now`` is roughly equal on all of them."""
+    """Counts for all processes on one Redis; ``now`` is roughly equal on all of them."""
 
     def __init__(self, own: RateLimit, now: Callable[[], float] = time.time, *, handful: int = HANDFUL) -> None:
         self._own = own
         self._now = now
         self._handful = handful
         self._taken: dict[str, tuple[int, float]] = {}
-        # Of requests that come at once, one takes the handful that serves them all.
+        # Among concurrent requests, one takes the handful that serves them all.
         self._taking: dict[str, asyncio.Lock] = {}
         self._away_until = -math.inf
 

@@ -14,7 +14,7 @@ from services.api.http.requests import StrictRoute
 
 
 def v1_router(tag: str, prefix: str = "") -> APIRouter:
-    """Of the API itself: below its version, each job for its owner alone."""
+    """Routes of the API itself: below its version, each job for its owner alone."""
     return APIRouter(
         prefix=V1 + prefix,
         tags=[tag],
@@ -25,5 +25,5 @@ def v1_router(tag: str, prefix: str = "") -> APIRouter:
 
 
 def open_router(tag: str) -> APIRouter:
-    """Of what is asked without a key."""
+    """Routes that need no key."""
     return APIRouter(tags=[tag], route_class=StrictRoute, responses=documented(503))

@@ -150,7 +150,7 @@ class Trial(BaseModel):
     task: Annotated[int, Field(ge=0, le=2**53)] = 0
     """Which task."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of the environment."""
+    """The environment's seed."""
     turns: Annotated[list[ScriptedTurn], Field(max_length=64)] | None = None
     """The policy's turns. Null: those of the environment's own `oracle`."""
 
@@ -169,7 +169,7 @@ class EnvironmentView(View):
     agent: Said[dict[str, Any] | None]
     """How its agent is started, if it has one."""
     digest: str
-    """Of its content: the same content is the same version."""
+    """Names its content: the same content is the same version."""
     created_at: str
     failures: Said[list[str]]
     """Why it is invalid."""

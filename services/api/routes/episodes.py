@@ -45,7 +45,7 @@ Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
 ERASED = "this episode was erased: its tokens and log-probs are gone"
-# Of one that is settled, or begins anew, between the two reads of a look.
+# Looks at an episode that is settled, or begins anew, between the two reads of a look.
 MAX_LOOKS = 3
 # A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500

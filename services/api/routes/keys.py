@@ -111,7 +111,7 @@ def _ring(context: ApiContext) -> KeyRing:
 
 
 def _said(record: KeyRecord) -> dict[str, Any]:
-    """Of a key, in the audit."""
+    """What the audit says of a key."""
     return _view(record).model_dump(include={"owner", "scopes", "expires_at"})
 
 

@@ -81,9 +81,9 @@ class NewLeaseView(LeaseView):
 
     task: JsonValue
     base_url: str
-    """Of the OpenAI dialects; without `/v1`, of Anthropic's."""
+    """For the OpenAI dialects; without `/v1`, for Anthropic's."""
     api_key: str
-    """Of this attempt alone."""
+    """Valid for this attempt alone."""
     model: str
     reward_key: str = ""
     """By which rewards are posted; it samples nothing."""

@@ -31,7 +31,7 @@ router = open_router("operations")
 MAX_JOBS = 10_000
 MAX_JOBS_IN_DETAIL = 50
 SCRAPE_TIMEOUT_S = 8.0
-# Of the newest step; named as the metrics of a job are.
+# From the newest step; named like a job's metrics.
 SHOWN = {
     "staleness/mean": "Mean age in steps of the tokens of the newest step",
     "staleness/max": "Greatest age in steps of a token of the newest step",

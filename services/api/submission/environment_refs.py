@@ -21,7 +21,7 @@ from services.files.environments.named_urls import AddressNamed, ResolverShare, 
 from services.files.environments.registry import EnvironmentNotFound, EnvironmentRegistry
 from services.state.jobs import JobRecord
 
-# Of the findings of an examination; GET /v1/environments/NAME has all of them.
+# An examination's findings are cut here; GET /v1/environments/NAME has all of them.
 MAX_WHY_CHARS = 1000
 Spec = TypeVar("Spec", bound=JobSpec)
 

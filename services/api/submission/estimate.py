@@ -13,7 +13,7 @@ from pathlib import Path
 from gspo_core.model_files import context_of
 from gspo_core.spec import EpisodeLimits, JobSpec
 
-# Of a batch log: id, log-prob and mask of a token; what a segment has beside its tokens, at most 440 in
+# In a batch log: id, log-prob and mask of a token; what a segment has beside its tokens, at most 440 in
 # `benchmarks/results/log_sizes.md`, rounded up.
 TOKEN_BYTES, SEGMENT_BYTES = 9, 512
 
@@ -30,7 +30,7 @@ def estimate(spec: JobSpec) -> dict[str, int]:
         "episodes_per_step": episodes,
         "max_episodes_in_flight": (spec.rollout.max_staleness + 1) * episodes,
         "max_sampled_tokens_per_step": episodes * max(sampled),
-        # Of an episode that is as long as it may be; of a shorter one it is more, and the whole less.
+        # For an episode as long as it may be; a shorter one takes more per token, and less in all.
         "log_bytes_per_sampled_token": max(-(-size // num_tokens) for size, num_tokens in logged),
         "max_log_bytes": _max_log_bytes(spec, log_bytes),
         "max_archive_bytes": _max_archive_bytes(spec, log_bytes),
@@ -51,7 +51,7 @@ def _max_logs(spec: JobSpec) -> int:
 
 
 def _max_log_bytes(spec: JobSpec, per_step: int) -> int:
-    """Of all that a job has at a time, uncompressed but for the archive, which has its own bound."""
+    """All logs that a job has at a time: uncompressed, and the archive up to its own bound."""
     return min(_max_logs(spec) * per_step + _max_archive_bytes(spec, per_step), spec.steps * per_step)
 
 

@@ -85,7 +85,7 @@ async def bring_parent(context: ApiContext, spec: JobSpec, caller: Caller, job_i
 
 
 def _require_own_rewards(at: ParentSpec, rewards: Rewards) -> None:
-    """Of which the specification holds the digest alone."""
+    """Rewards come with the request: a specification names only their digest, which the service sets."""
     if (at.rewards is not None) != bool(rewards):
         message = "rewards come with POST /v1/jobs/{id}/fork"
         raise invalid([Problem("validation_failed", ("parent", "rewards"), message)])

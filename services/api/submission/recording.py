@@ -41,7 +41,7 @@ from services.files.recording import (
 from services.state.store import JobNotFound, JobRecord
 from services.state.talks import Entry, Talks
 
-# Of 2**53, the greatest number of a group; Python refuses to read some thousands.
+# Digits of 2**53, the greatest number of a group; Python refuses to read some thousands.
 MOST_DIGITS = 16
 Traces = Sequence[Mapping[str, float]]
 """Groups of conversations, each with its reward."""
@@ -150,7 +150,7 @@ def as_asked(spec: JobSpec, first: int | None, last: int | None, *, has_steps: b
 
 
 def _require_own_rewards(at: RecordedSpec, rewards: Rewards) -> None:
-    """Of which the specification holds the digest alone."""
+    """Rewards and traces come with the request: a specification names only their digest, which the service sets."""
     if at.traces or (at.rewards is not None) != bool(rewards):
         raise _invalid("recorded", "rewards and traces come with POST /v1/jobs/{id}/retrain")
 

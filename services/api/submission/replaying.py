@@ -16,7 +16,7 @@ from services.api.http.errors import FINAL, RequestRefused, invalid
 from services.files.job_dir import JobDir
 
 MOST_STEPS = 1000
-"""Of one question: their logs are read when it is asked."""
+"""In one question, whose logs are read when it is asked."""
 # Weights, gradients and moments in float32 take up to eight times as much memory, on the machine of the API.
 MOST_MODEL_BYTES = 2 << 30
 

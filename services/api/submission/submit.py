@@ -201,7 +201,7 @@ async def check_model(context: ApiContext, spec: JobSpec, caller: Caller) -> Non
 
 
 async def _may_read(context: ApiContext, model: str, caller: Caller) -> bool:
-    """Of jobs that are not there, no more than of those of others."""
+    """Whether the caller may use the model. In a missing job's folder it may not, as in that of another owner's job."""
     jobs_dir = context.history.jobs_dir.path
     try:
         path, jobs = await asyncio.to_thread(lambda: (Path(model).resolve(), jobs_dir.resolve()))

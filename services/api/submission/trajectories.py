@@ -73,7 +73,7 @@ class PushedTrajectory(BaseModel):
     policy_versions: Version | Annotated[list[Version], Field(max_length=MAX_TOKENS)]
     """The version that sampled each token, or one for all. Those of tokens that were not sampled say nothing."""
     reward: float | None = None
-    """Of the episode, with its last piece. Left out while more is to come."""
+    """The episode's, sent with its last piece. Left out while more is to come."""
     stop_reason: StopReason = StopReason.COMPLETED
     """Why it ended, with the last piece."""
     reward_parts: Named
@@ -105,7 +105,7 @@ class Rules:
     vocab_size: int
     oldest_step: int
     steps: Mapping[int, int]
-    """Of each published version, the last step that it shares with the newest one."""
+    """By published version: the last step that it shares with the newest one."""
     source: str
     """The pushing caller, in the place of an engine's name."""
 

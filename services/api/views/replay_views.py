@@ -35,7 +35,7 @@ class ReplayView(View):
     trained_steps: int
     """Steps that are trained in all."""
     done_steps: int | None
-    """Of these, how many are trained by now; null where the API process that answers does not work on it."""
+    """How many of these are trained by now; null unless the API process that answers works on it."""
     created_at: str
     finished_at: str | None
     message: str | None
@@ -96,7 +96,7 @@ class BranchSharesView(View):
     policy_logprob: list[float | None]
     advantage: list[float | None]
     ratio: list[float | None]
-    """Of the unit that the token belongs to."""
+    """For the unit that the token belongs to."""
     weight: list[float | None]
     kept: list[bool]
     clipped: list[bool]
@@ -119,7 +119,7 @@ class SingleView(View):
     """Its share of the step's loss."""
     step_loss: float | None
     sum_of_shares: float | None
-    """Of all tokens of the step."""
+    """Over all tokens of the step."""
     branches: list[BranchSharesView]
 
 

@@ -95,7 +95,7 @@ class ReplayWork:
             self._works.pop((job.id, found.id), None)
 
     async def _answer(self, job: JobDir, question: Mapping[str, JSON], work: _Work) -> dict[str, JSON]:
-        # Of its own: what is cancelled twice, by the bound and by whoever stops it, would not wait for its process.
+        # A task of its own: cancelled twice, by the bound and by a stop, this one would not wait for its process.
         training = asyncio.create_task(_trained_again(job, question, work))
         try:
             await asyncio.wait([training], timeout=self._most_s)

@@ -41,7 +41,7 @@ def _said_text(text: str) -> str:
 
 
 Said = Annotated[T, BeforeValidator(said)]
-"""Of what users and their code wrote."""
+"""For what users and their code wrote."""
 
 
 class View(Described):
@@ -100,7 +100,7 @@ class RecordedView(View):
     job: str
     first: int | None
     last: int | None
-    """Of its steps."""
+    """The last of its steps that are trained on."""
     traces: bool
     """They are conversations of keys that talk."""
     rewards: str | None
@@ -165,7 +165,7 @@ class MemoryPlanView(View):
     learner: dict[str, int | str | bool]
     """What `auto` becomes."""
     usable_bytes: int
-    """Of each GPU."""
+    """On each GPU."""
     phases: list[MemoryPhaseView]
     step_s: float
     """Seconds of a step without rollouts, on the assumptions."""
@@ -194,7 +194,7 @@ class PlanView(View):
     estimate: dict[str, int]
     capacity: dict[str, int]
     memory: MemoryPlanView | None = None
-    """Of the learner, on the `gpus` that were asked for."""
+    """The learner's, on the `gpus` that were asked for."""
 
 
 class ConfigView(View):
