@@ -41,7 +41,7 @@ class EmbeddedEngine:
         self.num_loads = 0
         """How often the weights were replaced."""
         self._digest = -1, ""
-        """Of the weights after so many loads."""
+        """The number of loads, and the digest of the weights after them."""
         self._adapters = AdapterReader()
         self._wake = asyncio.Event()
         self._update = asyncio.Lock()

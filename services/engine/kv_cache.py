@@ -55,7 +55,7 @@ class KVCache:
         return 2 * layers * heads * head_dim * self.keys.element_size()
 
     def size_bytes(self, num_rows: int, length: int) -> int:
-        """Of the room for so many rows of that length."""
+        """What room for so many rows of that length takes."""
         return _doubled(1, num_rows) * _doubled(_FIRST_CAPACITY, length) * self.token_bytes
 
     def reserve(self, num_rows: int, length: int) -> None:

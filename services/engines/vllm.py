@@ -48,7 +48,7 @@ from services.engines.vllm_metrics import load_in
 
 T = TypeVar("T")
 
-# Of the worker in ``inside_vllm``.
+# Methods of the worker in ``inside_vllm``.
 _LOAD, _GREET = "gspo_load", "gspo_greet"
 _WORKER = "--worker-extension-cls gspo_vllm.WeightsFromFolder"
 _GENERATE = "/inference/v1/generate"

@@ -11,7 +11,7 @@ _CACHE = re.compile(r'^vllm:cache_config_info\{[^}\n]*?kv_cache_size_tokens="(\d
 
 
 def load_in(text: str) -> EngineLoad:
-    """Of all its data-parallel ranks together. Its snapshots carry no date. Raises EngineProtocolError."""
+    """The load of all its data-parallel ranks together; the metrics carry no date. Raises EngineProtocolError."""
     running, waiting = _values(text, _RUNNING), _values(text, _WAITING)
     if not running or not waiting:
         raise EngineProtocolError("its metrics do not tell how many requests run and wait: drop --disable-log-stats")

@@ -113,7 +113,7 @@ class BatchLog:
         return sorted({*positions_in(self._job.batches), *positions_in(self._job.archive)})
 
     def written(self) -> list[Position]:
-        """Of those that are not archived."""
+        """The positions of the logs outside the archive."""
         return positions_in(self._job.batches)
 
     def remove_unfinished(self, epoch: int) -> None:

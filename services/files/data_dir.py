@@ -20,7 +20,7 @@ from typing import Self
 from gspo_core.log import layout
 from services.files.job_dir import JobsDir
 
-# Of the names below the data directory and below a job's. A backup carries it.
+# Version of the names below the data directory and below a job's. A backup carries it.
 LAYOUT = 1
 # Left out of backups: rebuilt from the rest, installed again, or secret.
 NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets", "served.json"})

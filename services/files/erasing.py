@@ -202,8 +202,8 @@ def _forget_logprobs(folder: Path, at: Position, members: set[Member]) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Of a file that is written once otherwise; it is as old as before, all but a moment: who compares sizes and times
-    to see whether a file has changed (`snapshots`) sees that it has."""
+    """Replaces a file that is otherwise written once. Its time moves by a moment only, but it moves: `snapshots`, which
+    compares sizes and times, sees that the file has changed."""
     written, temporary = path.stat(), path.with_name(temporary_name())
     try:
         with temporary.open("xb") as file:

@@ -68,7 +68,7 @@ def fetch(hub: HubDir, kind: HubKind, name: HubName) -> Path:
 
 
 def is_fetched(kind: HubKind, path: str) -> bool:
-    """Of a model only what lies at the top: below are other forms of it, such as ONNX."""
+    """A model's files are fetched only from the top: its folders hold other forms of it, such as ONNX."""
     is_below = kind is HubKind.MODEL and "/" in path
     return not is_below and any(fnmatch(path, pattern) for pattern in PATTERNS[kind])
 

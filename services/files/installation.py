@@ -22,7 +22,7 @@ from services.files.durable import make_directory, temporary_name, write_once
 @dataclass(frozen=True, slots=True)
 class Served:
     token: str
-    """Of the Redis."""
+    """Names the Redis that serves the directory."""
     sign: str
     """Another one at every sign of life."""
     age_s: float

@@ -21,7 +21,7 @@ from gspo_core.log.records import DamagedRecord, decode_record, encode_record
 from services.files.durable import make_directory, write_once
 from services.files.job_dir import JobDir
 
-# Of an answer. One of another number counts as none: it can be asked for again.
+# Format of an answer. Another number counts as no answer: the question can be asked again.
 FORMAT = 1
 # An answer with every token of an episode takes up to megabytes.
 MOST_KEPT = 100
@@ -46,7 +46,7 @@ def replay_id(question: Mapping[str, JSON], past: Mapping[str, JSON]) -> str:
 
 
 class Replays:
-    """Of one job. Blocking: call it in a thread."""
+    """Questions about one job, and their answers. Blocking: call it in a thread."""
 
     def __init__(self, job: JobDir) -> None:
         self._folder = job.replays
@@ -72,7 +72,7 @@ class Replays:
         return None if asked is None else AskedReplay(name, asked, answered if is_ours else None)
 
     def names(self) -> list[str]:
-        """Of all questions, the newest first."""
+        """Those of all questions, the newest first."""
         times: dict[str, int] = {}
         for path in self._folder.glob(f"*{_QUESTION}"):
             if not path.name.endswith(_ANSWER) and not path.name.startswith("."):

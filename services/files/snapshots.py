@@ -255,7 +255,7 @@ def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def names(bucket: Bucket) -> list[str]:
-    """Of all snapshots, oldest first."""
+    """Those of all snapshots, the oldest first."""
     found = (PurePosixPath(entry.name) for entry in bucket.entries(SNAPSHOTS))
     return sorted(path.stem for path in found if path.suffix == ".json")
 

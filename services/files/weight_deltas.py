@@ -67,10 +67,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     base_digest: str
     digest: str
-    """Of all tensors of the result."""
+    """Over all tensors of the result."""
     body_sha256: str
     chain_bytes: int
-    """Of this body and of those of all deltas before it, back to the last version without one."""
+    """This body and those of all deltas before it, back to the last version without one."""
     parts: list[TensorDelta]
 
 
@@ -196,7 +196,7 @@ def tensors_in(directory: Path) -> dict[str, Tensor]:
 
 
 def digest_of(tensors: Mapping[str, tuple[str, Sequence[int], str]]) -> str:
-    """Of tensors by name: dtype, shape and SHA-256 of the bits of each."""
+    """SHA-256 over each tensor's name, dtype, shape and SHA-256 of its bits."""
     described = [[name, dtype, list(shape), sha256] for name, (dtype, shape, sha256) in sorted(tensors.items())]
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 

@@ -32,7 +32,7 @@ OF_WALLS = frozenset({"tier", "network", "disk_mb", "num_processes"})
 
 @dataclass(frozen=True)
 class WallPolicy:
-    """Of one installation."""
+    """How one installation walls its hosts."""
 
     least: Tier | None = None
     """None: the strongest that this machine offers."""
@@ -42,7 +42,7 @@ class WallPolicy:
     hidden: tuple[str, ...] = ()
     walls: Mapping[Tier, Wall] = field(default_factory=lambda: WALLS)
     sandboxes: Callable[[], Mapping[Tier, Sandboxes]] = dict
-    """Of the tiers beyond the wall, those that this installation has; asked for where a job or its operator does."""
+    """Those of the tiers beyond the wall that this installation has; called only when one of these tiers is wanted."""
 
     @classmethod
     def of(cls, settings: Settings) -> WallPolicy:

@@ -142,7 +142,7 @@ class RemoteHost(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[HostReply]] = {}
         self._next_call = 0
         self._last_begun: int | None = None
-        """Of a service that is leaving."""
+        """The last call that a leaving service has begun."""
         self._next_number = 0
         self._heard = self._loop.time()
         self._pinging: asyncio.Task[None] | None = None

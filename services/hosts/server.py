@@ -117,7 +117,7 @@ class HostOrder:
     """Where what a policy runs is run; None: in the host itself."""
     bounds: Bounds = field(default_factory=Bounds)
     has_network: bool = False
-    """Of the tiers that can withhold it."""
+    """Matters only in tiers that can withhold it."""
     readable: Sequence[str] = ()
     """Paths that it may read behind a wall, besides code."""
     writable: Sequence[str] = ()
@@ -245,7 +245,7 @@ class RunningHost(asyncio.Protocol):
         }
 
     def _was_killed(self) -> bool:
-        """Of one whose connection has ended: from outside."""
+        """Whether something outside ended it, once its connection has ended."""
         try:
             return -self._process.wait(ENDS_WITHIN_S) in FROM_OUTSIDE
         except subprocess.TimeoutExpired:

@@ -60,7 +60,7 @@ class Frames:
 
 
 MEMORY_MB = 1024
-"""Of each process of a host, where nobody says otherwise."""
+"""The default for each process of a host."""
 # The hard bound lies above the watched one: a process that allocates in small pieces is ended whole, with a reason.
 HARD_MEMORY_FACTOR = 1.5
 
@@ -285,7 +285,7 @@ class HostDescription:
     max_processes: int
     is_agent: bool = False
     memory_mb: int = MEMORY_MB
-    """Of each process."""
+    """For each process."""
 
     def __post_init__(self) -> None:
         if len(self.num_tasks) != len(Split):

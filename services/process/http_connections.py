@@ -52,7 +52,7 @@ class ConnectionPatience:
         self._left_s = HEAD_S if part is Part.HEAD else STANDSTILL_S
 
     def came(self, num_bytes: int) -> None:
-        """Of a body."""
+        """``num_bytes`` of a body arrived."""
         self._left_s = min(STANDSTILL_S, self._left_s + num_bytes / LEAST_BYTES_PER_S)
 
     def is_late(self, seconds: float, *, is_reading: bool) -> bool:

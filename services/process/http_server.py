@@ -30,11 +30,11 @@ from services.process.telemetry import get_logger
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
 MAX_GATHERED_BYTES = 64 * 1024
-"""Of an answer, before it is sent on at once."""
+"""An answer that has gathered more is sent on at once."""
 MAX_WAITING = 100
 """Pipelined requests on one connection, behind the one in progress."""
 MAX_UNWANTED_BYTES = 128 << 20
-"""Of a body that is still sent after its answer: many clients read a refusal only when all is sent."""
+"""Bytes of a body that may follow its answer: many clients read a refusal only once they have sent everything."""
 RETRY_AFTER_S = 5
 
 

@@ -23,7 +23,7 @@ PREFIX = "GSPO_"
 _JUDGE_KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}@[^\s/=@]+=[\x21-\x7e]+")
 _ENGINE_KEY = re.compile(r"(admin@)?(\*|(\[[0-9a-fA-F:.]+\]|[^\s/=@:,*]+)(:[0-9]{1,5})?)=[\x21-\x7e]+")
 _ENGINE_URL = re.compile(r"([a-z][a-z0-9-]*\+)?https?://[^\s,]+")
-# Of clients, of what agents and tests are told, and of nobody else.
+# Read by clients, agents and tests, never by a service.
 _READ_ELSEWHERE = re.compile(r"GSPO_(URL|API_KEY|TASK|TEST_\w+)")
 
 

@@ -28,14 +28,14 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as the watching process saw it last."""
 
     number: int
-    """Of looks by this watcher: another one is a newer look."""
+    """Counts this watcher's looks: another number is a newer look."""
     label: str = ""
     """Its name for its weights; empty if it did not answer."""
     answered: bool = False
     reported: str = ""
     """The label in its trainer's report that was known before this look."""
     load_number: int = 0
-    """Of looks at its load."""
+    """Counts looks at its load."""
     num_running: int = 0
     num_waiting: int = 0
     load_age_s: float = 0.0

@@ -125,7 +125,7 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
     """A ``WorkerKind``."""
     host: str = ""
     address: str = ""
-    """Of a gateway: the base URL at which its neighbours reach it."""
+    """The base URL at which other gateways reach this one."""
     pid: int = 0
     draining: bool = False
     """It takes no more episodes and exits when it holds none."""
@@ -142,7 +142,7 @@ class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
 
     @property
     def open_requests(self) -> int:
-        """Of agents that wait for an answer, or read one."""
+        """Requests of agents that wait for an answer, or are reading one."""
         begun, ended = ("turns/asked", "turns/repeated"), ("answers/delivered", "answers/undelivered")
         return int(
             sum(self.counters.get(name, 0) for name in begun) - sum(self.counters.get(name, 0) for name in ended)

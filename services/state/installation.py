@@ -20,7 +20,7 @@ from services.state.keys import service_key
 BEAT_S = 2.0
 # A directory that another server may be serving is looked at four times in a beat, for three beats.
 LOOKS = 12
-# Of another server that is at work. One may be given just after this one was wiped, by who had told it just before.
+# So many prove another server at work. A process that told this one its token just before a wipe may give one more.
 SIGNS = 2
 # Who is silent for so long, by the clock of the files, is not watched at all.
 LONG_GONE_S = 60.0
@@ -41,7 +41,7 @@ class InstallationGuard:
         self._files = InstallationFiles(data_dir)
         self._beat_s = beat_s
         self._token: str | None = None
-        """Of the server that this process uses; None before it was checked."""
+        """Names the server that this process uses; None before it was checked."""
 
     async def check(self) -> None:
         """Raises WrongInstallation, and Away."""

@@ -85,8 +85,8 @@ class JobTable(JobClaims):
         return None if found is None else found.decode()
 
     async def _accept_once(self, job: str, wanted: AcceptedJob) -> tuple[str, AcceptedJob]:
-        """Of all who ask under one key, one job is accepted, also where the server is wiped before its key is on disk:
-        then another request may have taken the key meanwhile, and this one's job gives way to its job."""
+        """All requests under one key get one job, even if the server is wiped before the key is on disk: another
+        may then have taken the key, and this one's job gives way to its job."""
         job = await self._reserve(wanted.idempotency, job)
         while True:
             accepted = await self._accept(job, wanted)
@@ -278,7 +278,7 @@ def _child_of(job: str, others: Iterable[JobRecord], made_from: Callable[[JobRec
 
 
 def _key_digest(directory: JobRecords) -> str:
-    """Of the idempotency key that it was submitted under; empty where there is none, or its record is damaged."""
+    """Digest of the idempotency key it was submitted under; empty if there is none, or its record is damaged."""
     try:
         return directory.accepted().idempotency or ""
     except (DamagedRecord, FileNotFoundError):

@@ -25,7 +25,7 @@ DRAIN_LOOK_S = 2.0
 _WISHES = service_key("drains")
 # A stream of orders, the worker that took each, and the answers.
 _ORDERS, _CLAIMS, _ANSWERS = (service_key(name) for name in ("errands", "errand_claims", "errand_answers"))
-# Of an asker, for the answer.
+# An asker looks for its answer this often.
 LOOK_S = 0.05
 # The longest a live worker takes to pick up a waiting order.
 TAKEN_WITHIN_S = 10.0

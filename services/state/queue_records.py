@@ -51,7 +51,7 @@ class LeasedEpisode:
     note: str = ""
     """The latest note on this attempt."""
     epoch: int = 0
-    """Of the trainer that dispatched its group. After a loss of the queue attempts are counted anew, in a later one."""
+    """That of the trainer that dispatched its group. If the queue is lost, attempts count anew under a later epoch."""
     reads: int = 0
     """The newest schema of segments that this trainer reads; 0 for one of release 0.2.0 or before."""
 

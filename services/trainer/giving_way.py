@@ -24,7 +24,7 @@ from services.trainer.telling.unhealthy_environments import fails_everywhere
 
 LOOK_S = 5.0
 LOOKS_PER_TURN = 10
-# Of doublings: with turns of a quarter of an hour a rest lasts four hours at most.
+# A rest doubles so often at most: with turns of a quarter of an hour, up to four hours.
 MAX_DOUBLINGS = 4
 _LOADING = "loading_model"
 
@@ -37,7 +37,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Of a job at one look."""
+    """What one look at a job shows."""
 
     settled: tuple[int, int | None, int]
     """Step, version, and rewards that came late: none of them moves in vain."""

@@ -44,7 +44,7 @@ class WeightsFromFolder:
     """Mixed into vLLM's worker."""
 
     gspo_shapes: Shapes | None = None
-    """Of the folder that the engine was started with."""
+    """From the folder that the engine started with; if that was a name of the hub, from the first one loaded."""
 
     def gspo_greet(self) -> dict[str, str]:
         """Whoever asks learns that this is here."""

@@ -20,7 +20,7 @@ from gspo_core.log.records import decode_record
 from services.files.data_dir import EnvironmentsDir
 from services.files.durable import make_directory, write_once
 
-# Of registrations and reports. 2: an agent plays it; what has none is written as 1, as releases before wrote it.
+# Schema of registrations and reports. 2: an agent plays it; without one a record names none, as in earlier releases.
 SCHEMA = 2
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,7}}))?")

@@ -105,7 +105,7 @@ def _peak_bytes() -> int:
 
 
 def _mapped_bytes() -> int:
-    """Of files of a disk, in the memory of this process at the moment."""
+    """Parts of files on disk that are in this process's memory now."""
     return _told(os.getpid(), "status", "RssFile:")
 
 

@@ -17,7 +17,7 @@ from services.hosts.wire import HostDescription, HostLimits
 
 ASYNC_SESSIONS = 256
 THREAD_SESSIONS = 16
-# Of those behind a URL: each is a connection, and a thread while it is judged.
+# For agents behind a URL: each takes a connection, and a thread while it is judged.
 AGENTS_ELSEWHERE = 64
 HOSTING = "hosting"
 """The class attribute with which an author sets fields of ``HostLimits``."""

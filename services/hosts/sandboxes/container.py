@@ -32,7 +32,7 @@ _MOST_FILES = 5_000
 _KILLED = 137
 _BOUNDS = (
     *("--network", "none", "--pull", "never", "--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
-    # Of root in it, who may otherwise not install, own or become anything.
+    # Without these, root inside could not install, own or become anything.
     *("--cap-add", "CHOWN", "--cap-add", "DAC_OVERRIDE", "--cap-add", "FOWNER"),
     *("--cap-add", "SETGID", "--cap-add", "SETUID", "--cap-add", "KILL"),
 )
@@ -40,7 +40,7 @@ _BOUNDS = (
 _FIRST = "echo ready; while read -r _; do while kill -9 -1 2> /dev/null; do :; done; echo ended; done"
 # Docker waits for whoever still holds the output (2.4 s for 0.8, measured): what is left ends before the command does.
 _OUTER = 'exec 2>&1 < /dev/null; /bin/bash -c "$1"; status=$?; kill -9 -1 2> /dev/null; exit $status'
-# Of ours the program gets nothing else: no keys.
+# The docker program gets no other variables of ours: no keys.
 _PASSED = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 
 

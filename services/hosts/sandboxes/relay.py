@@ -13,7 +13,7 @@ from environments.sandbox.contract import Sandboxes
 from services.hosts.sandboxes.server import serve_one
 from services.hosts.sandboxes.table import Table
 
-# Of one connection: a session has one sandbox, and perhaps one more while it is brought back.
+# On one connection: a session has one sandbox, and perhaps one more while it is brought back.
 MOST_SANDBOXES = 4
 CLOSED_WITHIN_S = 30.0
 

@@ -25,7 +25,7 @@ PREFIX = "host-"
 MEMORY, PROCESSES, PROCESSORS = "memory", "pids", "cpu"
 _WORDS = {MEMORY: "memory", PROCESSES: "processes", PROCESSORS: "processors"}
 MEMORY_SHARE = 0.75
-"""Of the machine, for all hosts: the services' part stays free, whatever environments do."""
+"""The machine's share for all hosts: the services' part stays free, whatever environments do."""
 # Nothing is withheld that nobody else wants. In version 1 a host weighs as one thread of a service, whatever it starts;
 # in version 2, where all services are one group of 100, all hosts together weigh half of that.
 _SHARES, _MOST_SHARES, _WEIGHT = 1024, 1 << 18, 50
@@ -78,7 +78,7 @@ class ControlGroupPlace:
 
 
 class ControlGroup:
-    """Of one host. ``make`` makes it."""
+    """Holds one host. ``make`` makes it."""
 
     def __init__(self, place: ControlGroupPlace, name: str, lock: int) -> None:
         self._place = place
@@ -109,7 +109,7 @@ class ControlGroup:
         return [str(folder / ALL / self._name / "cgroup.procs") for folder in self._place.distinct]
 
     def held_bytes(self) -> int:
-        """Of memory, what it keeps of files included; 0 where that is not known."""
+        """Memory in use, cached files included; 0 if unknown."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return int((self._folder(MEMORY) / self._place.files.held).read_text())
         return 0
@@ -203,7 +203,7 @@ def _make_common(place: ControlGroupPlace) -> None:
 
 
 def _memory_bytes(place: ControlGroupPlace) -> int:
-    """Of this machine, or of the group that this process is in, if that has less."""
+    """The machine's, or that of this process's group if it has less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max", or the root, which has no bound
         return min(machine, int((place.folders[MEMORY] / place.files.memory).read_text()))

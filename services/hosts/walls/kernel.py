@@ -109,7 +109,7 @@ def clone_tree(path: str) -> int:
 
 
 def set_attributes(tree: int, attributes: int, user_namespace: int = 0) -> None:
-    """Of all mounts of a tree."""
+    """Sets them on all mounts of a tree; with a user namespace, also maps ids through it."""
     if user_namespace:
         attributes |= MOUNT_ATTR_IDMAP
     given = _MountAttributes(attributes, 0, 0, user_namespace)

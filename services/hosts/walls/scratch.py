@@ -19,7 +19,7 @@ PREFIX = "gspo-scratch-"
 
 
 def new_path(parent: str | None = None) -> Path:
-    """Of a folder that its host is going to make; behind a wall ``parent`` lies there."""
+    """Where a host is going to make its folder; for a walled host, ``parent`` is a folder behind its wall."""
     return Path(parent or tempfile.gettempdir()) / f"{PREFIX}{uuid.uuid4().hex}"
 
 

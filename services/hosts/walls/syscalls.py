@@ -91,7 +91,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "vhangup": (153, 58),
 }
-# Of the own process only, which is 0 in the argument that names one, however many are of the same account.
+# Allowed for the calling process only (0 in the argument that names one), not for others of the same account.
 _OWN_ONLY: dict[str, tuple[int, int, tuple[tuple[int, int], ...]]] = {
     "prlimit64": (302, 261, ((0, 0),)),
     "sched_setparam": (142, 118, ((0, 0),)),

@@ -63,7 +63,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of everything behind one wall together."""
+    """Limits of everything behind one wall together."""
 
     disk_mb: int = DISK_MB
     """Its temporary files, which are kept in memory."""

@@ -59,7 +59,7 @@ class Staging:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """Of the model in a folder; of its base where it is an adapter."""
+    """The configuration of the model in a folder; for an adapter, its base's."""
     over = _read(directory / _ADAPTER).get("base_model_name_or_path")
     return _read((Path(over) if isinstance(over, str) else directory) / "config.json")
 

@@ -23,7 +23,7 @@ LATE_S = 1.0
 
 
 class StepProgress:
-    """Of one job; ``begin`` it when a batch is begun to be waited for."""
+    """Follows one job; call ``begin`` when the wait for a batch begins."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

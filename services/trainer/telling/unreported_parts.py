@@ -44,7 +44,7 @@ class UnreportedParts:
         if not self.note(step, metrics):
             return []
         reported = {name for shares in self._shares.values() for name, share in shares.items() if share}
-        # Of a part that has no weight only what is reported is told.
+        # The metrics name a part without a weight only if an episode reports it.
         missing = {name for shares in self._shares.values() for name in shares} - reported - SELDOM
         if not missing:
             return []
