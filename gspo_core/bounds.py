@@ -1,9 +1,9 @@
 """Compares what was measured with a bound, so that NaN never passes in silence.
 
 Rule: NaN compares as false with everything, so `value > bound` lets it through as good and `value <= bound` condemns
-whoever delivered it. `exceeds` and `falls_below` are for alarms and limits: what is not a number is not known to be
-within them. `reaches` is for decisions that must not be made on it: it raises. `tests/repo/test_bounds.py` keeps plain
-comparisons with settings and constants out of the code.
+its source. `exceeds` and `falls_below` are for alarms and limits: what is not a number is not known to be within them.
+`reaches` is for decisions that must not be made on it: it raises. `tests/repo/test_bounds.py` keeps plain comparisons
+with settings and constants out of the code.
 """
 
 from __future__ import annotations

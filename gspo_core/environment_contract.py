@@ -209,8 +209,8 @@ class Llm:
     episode: str = ""
     """Names this attempt at the episode: the same in every repetition of its start."""
     reward_key: str = field(default="", repr=False)
-    """By which the episode is paid, and nothing else. For whoever starts the agent: it does not belong where the policy
-    can act."""
+    """Posts the episode's rewards and does nothing else. It is for the process that starts the agent: keep it out of
+    the policy's reach."""
 
     @property
     def anthropic_base_url(self) -> str:

@@ -179,7 +179,7 @@ class AcpSpec(Documented):
     none."""
 
 
-# Texts that differ from one request to the next: each is searched for in every request.
+# Texts that differ from one request to the next; each is searched for in every request.
 MAX_VOLATILE, MAX_VOLATILE_CHARS = 16, 256
 
 

@@ -1,7 +1,7 @@
 """What the reward of an episode was made from, so that another reward can be tried on it later.
 
-Rule: a value comes back exactly as it was, or it is left out and its name says why; nothing is shortened. The bytes
-are bounded by whoever asks. It does not know what a reward is, and never asks a world or a judge anything.
+Rule: a value comes back exactly as it was, or it is left out and its name says why; nothing is shortened. The caller
+bounds the bytes. It does not know what a reward is, and never asks a world or a judge anything.
 
 Names: ``task``, ``result`` (what an agent returned), ``judge`` (what a model answered), ``messages`` (where the reward
 reads the conversation), ``environment`` (which one of the job's, where it has several), and ``state.NAME`` for each

@@ -1,4 +1,4 @@
-"""What an ``Idempotency-Key`` may be, for who sends one: the API refuses all others, and some no request can carry."""
+"""What an ``Idempotency-Key`` may be, for its sender: the API refuses others, and some fit into no request."""
 
 from __future__ import annotations
 

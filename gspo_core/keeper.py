@@ -1,8 +1,8 @@
 """``python -m gspo_core.keeper MODULE ARGUMENT...``: runs a module, and leaves no process of it behind.
 
 Rule: descendants that the module set free (daemons) become children of this process, and end with it: when the module
-has ended, on SIGTERM or SIGINT, or when whoever started this process dies. It ends the way the module did. Code that
-kills this process first gets away: a wall is a container's business.
+has ended, on SIGTERM or SIGINT, or when its parent dies. It ends the way the module did. Code that kills this process
+first gets away: only a container prevents that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Low-rank additions as files that `peft` loads, and the weights that they stand for over their base, bit for bit.
 
-Rule: whoever merges computes the same, with one function, on the CPU. What is published says by a digest which base it
-is over and by another which weights come out, so that a wrong base, a damaged file or other arithmetic is refused
-before anything is loaded. It trains nothing, and imports no `peft`.
+Rule: every merge computes the same, with one function, on the CPU. An adapter carries the digests of its base and of
+the merged weights, so that a wrong base, a damaged file or other arithmetic is refused before anything is loaded. It
+trains nothing, and imports no `peft`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AdapterRefused(ValueError):
 
 
 class Merged(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes out where an adapter is merged over its base."""
+    """The result of merging an adapter over its base."""
 
     format: int
     base_digest: str
@@ -203,8 +203,8 @@ def describe_merged(base: BaseWeights, directory: Path, dtype: torch.dtype) -> N
 
 
 def merged_weights(base: BaseWeights, directory: Path) -> dict[str, Tensor]:
-    """The weights that were published as an adapter, all of them. Raises AdapterRefused, also where other bits come
-    out than for who published them."""
+    """All weights that were published as an adapter. Raises AdapterRefused, also if merging here gives other bits than
+    it gave the publisher."""
     said = _read_merged(directory)
     if base.digest() != said.base_digest:
         raise AdapterRefused(f"{base.directory} is not the base that the adapter is over: its digest is another one")

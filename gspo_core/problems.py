@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
 
-# More than anybody reads. A body can hold a hundred thousand, and looking for what each was meant to be takes a while.
+# More than a user reads. A body can hold a hundred thousand, and guessing what each was meant to be takes a while.
 MAX_PROBLEMS = 100
 
 # Reports that only repeat another one: a default that could not be made, a list counted without its bad items.
@@ -63,7 +63,7 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
 
 
 def problems_of(reports: Sequence[ErrorDetails], model: type[BaseModel], data: object) -> list[Problem]:
-    """The same from the validator's reports, whoever collected them; of very many the first ones."""
+    """The same from reports of the validator that the caller collected; at most the first ``MAX_PROBLEMS``."""
     reports = reports[:MAX_PROBLEMS]
     inner = {report["loc"] for report in reports}
     found = []

@@ -127,7 +127,7 @@ class OpenGroup:
     dispatched_step: int
     """The step that was published when it was dispatched: no token of it is older."""
     may_be_old: bool = False
-    """It waited for rewards, and somebody else decides what becomes of its old tokens."""
+    """It waited for rewards, and its old tokens are judged elsewhere."""
 
     @property
     def _birth(self) -> int:

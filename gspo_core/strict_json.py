@@ -1,7 +1,7 @@
 """JSON as the standard has it, which is less than Python's own reader takes.
 
 One rule: a text that two readers could understand differently is refused: duplicate keys, NaN and infinity (spelled
-out, or by overflow), nesting that exhausts a stack. It bounds no sizes; who receives the text does.
+out, or by overflow), nesting that exhausts a stack. It does not bound sizes; the receiver of the text does.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Asked(NamedTuple):
     """How an agent asked for a turn."""
 
     parent: int | None
-    """The turn whose answer the conversation goes on from."""
+    """The turn whose answer the conversation continues."""
     reason: str
     """Why the turn began a branch; empty where it did not, and in the first turn."""
     dialect: str
@@ -399,7 +399,7 @@ class Branch:
 
     segments: tuple[Segment, ...]
     untrained_turns: frozenset[int] = frozenset()
-    """What was sampled in them is read, and no action."""
+    """Their sampled tokens are context only, not actions."""
 
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:

@@ -262,7 +262,7 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
 def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, list[str]]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            parameters = cast("dict[str, JSON]", tool["function"].get("parameters") or {})  # as somebody wrote it
+            parameters = cast("dict[str, JSON]", tool["function"].get("parameters") or {})  # as its author wrote it
             properties = parameters.get("properties")
             found = properties.items() if isinstance(properties, dict) else ()
             return {key: _types_of(one, parameters) for key, one in found}

@@ -15,7 +15,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose options may wait until its command is typed, so that no other command pays for their imports."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Refuse what is misspelt with what may have been meant."""
+        """Refuse a misspelt value, and suggest the one that may have been meant."""
         known = list(map(str, action.choices)) if action.choices is not None else []
         if not known or value in known:
             return

@@ -1,4 +1,4 @@
-"""What ``gspo submit --dry-run`` says: the verdict first, then what the job comes to, then what is open."""
+"""What ``gspo submit --dry-run`` says: the verdict first, then what the job takes, then what could not be checked."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ async def _play(environment: Environment, arguments: argparse.Namespace) -> int:
 
 
 async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> float:
-    """What the turns were paid together."""
+    """Plays the turns, and returns the sum of their rewards."""
     paid = 0.0
     while True:
         print("> ", end="", flush=True)

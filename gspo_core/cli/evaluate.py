@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Who plays, and where its episodes are kept."""
+    """A policy that plays, and where its episodes are kept."""
 
     setting: EvalSetting
     key_env: str
@@ -156,7 +156,7 @@ class _Evaluation:
         return None, [ours, theirs]
 
     def _refuse_idle(self, models: Sequence[str]) -> None:
-        """Options that nobody who plays would act on. Raises CommandError."""
+        """Refuses options that no player would use. Raises CommandError."""
         idle: dict[str, str] = {}
         if isinstance(self.environment, AgentEnvironment):
             idle |= dict.fromkeys(_OF_THE_ASKING, "says how a model is asked, and this agent asks by itself")
@@ -274,7 +274,7 @@ class _Evaluation:
 
 
 class _Progress:
-    """A line on stderr that is written over, or a line now and then where nobody watches."""
+    """A line on stderr that is written over; without a terminal, a new line now and then."""
 
     def __init__(self, model: str, num_all: int, *, quiet: bool) -> None:
         self._model, self._num_all, self._quiet = model, num_all, quiet

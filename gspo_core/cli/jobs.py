@@ -56,7 +56,7 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
 
 
 def remove(url: str, given: Sequence[str], *, is_sure: bool) -> int:
-    """``gspo rm JOB...``: jobs that are over. What is not named by its whole id is asked for first."""
+    """``gspo rm JOB...``: removes jobs that are over. It asks first about those not named by their whole ids."""
     meant = {text: job_meant(url, text) for text in given}
     unsure = [job for text, job in meant.items() if text != job]
     if unsure and not is_sure:

@@ -1,4 +1,4 @@
-"""Where an installation from wheels keeps packages whose names it leaves to everybody else.
+"""Where an installation from wheels keeps packages whose names are too common for site-packages.
 
 ``services``, ``environments`` and ``examples`` would collide silently in site-packages. Wheels hold them in folders
 named ``tree``, which only this command searches, and the processes that it starts. A checkout has no such folder.

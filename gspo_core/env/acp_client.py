@@ -1,7 +1,7 @@
-"""What an agent of the Agent Client Protocol finds on its other side: a folder, permissions, and somebody who listens.
+"""The client side that an agent of the Agent Client Protocol talks to: a folder, permissions, and a listener.
 
-Rule: files are read and written in the episode's folder alone, and what is asked for beyond it, or is no request that
-was offered, is answered with an error of the protocol. Nothing is asked of a person.
+Rule: files are read and written in the episode's folder alone, and a request beyond it, or one that was not offered,
+gets an error of the protocol. Nothing is asked of a person.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class EpisodeClient:
 
 
 def _opened(folder: Path, path: Path, flags: int) -> int:
-    """A descriptor of the file; no link is followed that was put on the way since. Missing folders are made where the
-    file is to be. What is no regular file does not hold this up."""
+    """A descriptor of the file. Links that were put on its path meanwhile are not followed; missing folders are made if
+    it is opened to be created. Opening never blocks, even on a pipe."""
     *above, name = path.relative_to(folder).parts or (".",)
     at = os.open(folder, _FOLDER)
     try:

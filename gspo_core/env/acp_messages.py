@@ -47,7 +47,7 @@ class AcpClient(Protocol):
         ...
 
     def hear(self, method: str, params: Mapping[str, JSON]) -> None:
-        """A notification, which nobody answers."""
+        """A notification, which gets no answer."""
         ...
 
 

@@ -32,7 +32,7 @@ KEY_SHOWN = "(key)"
 
 
 class AgentFailed(Exception):
-    """The agent ended otherwise than it should."""
+    """The agent did not end as it should."""
 
 
 class AgentRun(Protocol):
@@ -90,7 +90,7 @@ class CommandRun:
         self._is_cancelled = False
 
     def run(self) -> str:
-        # In files, because a pipe that nobody reads would hold it up.
+        # In files, because an unread pipe would block it.
         with (self._scratch / "stdout").open("w+b") as output, (self._scratch / "stderr").open("w+b") as errors:
             self._process = self._start(output, errors)
             if self._is_cancelled:

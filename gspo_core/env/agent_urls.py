@@ -94,8 +94,8 @@ class AgentService:
 
 
 class UrlRun:
-    """``run`` returns the answer's JSON, and waits on the event loop: here is nobody's code but ours. An agent that
-    answers 202 plays on and says itself when it has finished."""
+    """``run`` returns the answer's JSON, and waits on the event loop: all code here is ours. An agent that answers 202
+    plays on and says itself when it has finished."""
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ class TrlEnvironment:
 
 
 def _agreed(name: str, attribute: str, classes: Mapping[str, type]) -> Mapping[str, JSON]:
-    """What the classes say together: who is silent about a setting leaves it to the others."""
+    """The classes' settings merged: a class that leaves one out leaves it to the others."""
     agreed: dict[str, JSON] = {}
     by: dict[str, str] = {}
     for key, cls in classes.items():

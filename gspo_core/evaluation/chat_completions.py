@@ -1,8 +1,8 @@
 """A policy behind any API that speaks OpenAI's chat completions.
 
-Rule: nothing is asked of the API that it was not told to do: no sampling parameter is sent unless somebody gave it.
-A request that may succeed later is sent again for a while; one that never will ends the evaluation. A turn that the API
-cut off is cut off, not complete.
+Rule: the API gets only what the user asked for: no sampling parameter is sent unless it was given. A request that may
+succeed later is sent again for a while; one that never will ends the evaluation. A turn that the API cut off is cut
+off, not complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plays the episodes of an evaluation, several at a time, and keeps each as it ends.
 
-Rule: the same setting is the same tasks and the same seeds of the environment, whoever plays, so that two policies can
-be compared pair by pair. What was played before is not played again; what failed is.
+Rule: the same setting gives the same tasks and environment seeds to every policy, so that two can be compared pair by
+pair. Played episodes are not played again; failed ones are.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Played:
     """What the environment's author reported."""
     num_turns: int | None = None
     num_tokens: int | None = None
-    """Sampled. None, like the others, where nobody counted: an agent that asked elsewhere."""
+    """Sampled. None, like the others, if not counted: the agent asked another model."""
     num_calls: int | None = None
     num_parse_errors: int | None = None
     duration_s: float = 0.0

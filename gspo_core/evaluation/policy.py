@@ -33,7 +33,7 @@ class PolicyTurn:
     message: Message
     """The same as it stands in the history and in transcripts."""
     num_tokens: int | None
-    """Sampled; None where nobody says it."""
+    """Sampled; None if the API does not say."""
     stop: StopReason | None = None
     """The limit that cut it off."""
 

@@ -89,6 +89,6 @@ def _shares(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _thresholds(step: int, width: int, device: torch.device) -> Tensor:
-    """What is added before a number is rounded down, for each place of a row; below 1."""
+    """Added to a number before it is rounded down, by its place in the row; below 1."""
     places = torch.arange(width, dtype=torch.float64, device=device)
     return ((places * _OF_PLACE + step * _OF_STEP) % 1).float().clamp_(max=1 - 2**-20)

@@ -77,7 +77,7 @@ class Update:
     grad_norm: float
     """Norm before clipping; not finite if the update was skipped."""
     bound: float = math.inf
-    """What it was scaled down to, where it was longer."""
+    """A longer gradient was scaled down to this norm."""
     alignment: float | None = None
     """Cosine of the gradient with the running mean of the earlier ones; None before the first."""
 

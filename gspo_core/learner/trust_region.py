@@ -1,7 +1,7 @@
 """How far one step may move the policy, and what is done with a step that went too far.
 
 One rule: a step is judged as a whole, by what it did to the policy on the sequences of its batch - with those that
-teach nothing, because a policy is damaged where it was good. What is too far is taken back along the way that was gone,
+teach nothing, because a policy is damaged where it was good. A step that went too far is taken back along its own path
 until the policy is within the bound. It chooses no bound and computes no gradient.
 
 The clip cannot do this: it judges each sequence before an update and not after it, and nothing of what an optimizer

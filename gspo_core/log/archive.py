@@ -1,7 +1,7 @@
 """An archived batch log: the bytes of the log as they were, compressed.
 
-The rule: what comes out is what went in, byte for byte; the log's own sha256 is checked by whoever decodes it. Bytes
-that are no archive are taken for a log as it stands, so readers need not know which of the two a file holds.
+The rule: unpacking gives back the same bytes; the log's own sha256 is checked when it is decoded. Bytes that are no
+archive are taken for a plain log, so readers need not know which of the two a file holds.
 
 Layout: 8 bytes magic, uint32 number, uint64 length of the log (little-endian), the log as a zlib stream.
 """

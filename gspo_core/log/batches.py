@@ -77,7 +77,7 @@ class BatchExtra(TypedDict, total=False):
     erased: list[list[int]]
     """Group and member of each episode whose text is gone."""
     rescored: list[list[int]]
-    """Group and member of each episode whose reward is another than the one that it was given when it was played."""
+    """Group and member of each episode whose reward has changed since it was played."""
     recorded: list[int]
     """Epoch and step of the batch of another job that this one is."""
 
@@ -97,7 +97,7 @@ class LoggedBatch:
 
     @property
     def erased(self) -> frozenset[tuple[int, int]]:
-        """Group and member of those episodes whose tokens are no longer what was trained."""
+        """Group and member of the episodes whose tokens were erased after training."""
         return frozenset((group, member) for group, member in self.extra.get("erased", ()))
 
     @property

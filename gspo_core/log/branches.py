@@ -1,7 +1,7 @@
-"""How the turns of an episode hang together: what each goes on from, and what of it an earlier branch has already.
+"""How the turns of an episode hang together: which turn each continues, and what it shares with an earlier branch.
 
-Rule: where an agent asked for a turn, its record says what the turn goes on from; elsewhere that is read from the token
-ids: a branch goes on from the last turn that it repeats whole. It reads no text.
+Rule: where an agent asked for a turn, its record names the turn it continues; elsewhere that is read from the token
+ids: a branch continues the last turn that it repeats whole. It reads no text.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def with_reward(episode: Trajectory, reward: float | None, parts: Mapping[str, f
 
 
 def lessened(batch: LoggedBatch, without: Without) -> LoggedBatch:
-    """The batch as another job is fed it: without the rest, and without groups that have nobody left. Those count as
-    dropped, so that they are not owed and played again. The batch itself where nothing of it changes.
+    """The batch for another job, without what ``without`` names and without groups that become empty. Those count as
+    dropped, so that they are not owed and played again. An unchanged batch is returned itself.
 
     Raises ImpossibleChange.
     """
@@ -222,7 +222,7 @@ def _extra_of(kept: Sequence[Group], batch: LoggedBatch) -> BatchExtra:
 
 
 def missing(without: Without, batches: Sequence[LoggedBatch]) -> Iterator[str]:
-    """What is to be left out and is in none of the batches."""
+    """Parts of ``without`` that are in none of the batches."""
     episodes = [one for batch in batches for one in batch.trajectories]
     groups = {group.group for batch in batches for group in batch.groups}
     members = {(one.key.group, one.key.member) for one in episodes}

@@ -1,7 +1,7 @@
 """The events of a job as they are stored, one entry of its stream each, and as nouns.
 
-Rule: an event is named by its entry, so whoever has seen one resumes behind it. What was trimmed is told by an event of
-type ``gap``. It does not interpret events.
+Rule: an event is named by its entry, so a reader resumes after the last one it has seen. An event of type ``gap``
+stands for what was trimmed. It does not interpret events.
 """
 
 from __future__ import annotations

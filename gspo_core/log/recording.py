@@ -1,8 +1,7 @@
 """Recorded episodes as the data of another job: the batches of a job, with other rewards where there are some.
 
-Rule: ids, masks, log-probs, versions and keys stay what they were, so whoever looks finds the episode where it was
-played; ages are those that were logged. Such a job dispatches nothing, so it owes no group. Erased episodes are left
-out.
+Rule: ids, masks, log-probs, versions and keys stay what they were, so an episode is found where it was played; ages are
+those that were logged. Such a job dispatches nothing, so it owes no group. Erased episodes are left out.
 """
 
 from __future__ import annotations

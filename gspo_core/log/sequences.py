@@ -148,8 +148,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lost(groups: Sequence[Group]) -> dict[str, float]:
-    """Episodes that nothing is learned from although they were played: a class of them that is always lost, such as all
-    that call one tool, is never trained, and nobody sees it in the reward."""
+    """Episodes that were played and lost. If a whole class of them is always lost, such as all that call one tool, it
+    is never trained, and the reward does not show it."""
     episodes = [episode for group in groups for episode in group]
     lost = [episode for episode in episodes if episode.reward is None]
     found = {
@@ -176,7 +176,7 @@ def _drift(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _refused(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards that were posted while agents played, and that nobody may post or that left the range."""
+    """Posted rewards that were refused: not allowed for that job, or out of range."""
     num_refused = sum(one.outcome.metrics.get("rewards_refused", 0.0) for one in trajectories)
     return {"rewards/refused": num_refused} if num_refused else {}
 

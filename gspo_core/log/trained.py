@@ -36,7 +36,7 @@ def encode_trained(logprobs: Mapping[EpisodeKey, NDArray[np.float32]]) -> bytes:
 
 
 def decode_trained(data: bytes) -> MemberLogprobs:
-    """Empty where ``data`` is not what was written."""
+    """Empty if ``data`` was changed since it was written."""
     content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         return {}

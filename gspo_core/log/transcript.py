@@ -104,7 +104,7 @@ class Link(TypedDict):
 
 
 class ShownTurn(_Place, Link, _Said):
-    """Where a turn's tokens stand, what it goes on from, the messages that led to it, and what the policy said."""
+    """Where a turn's tokens stand, which turn it continues, the messages that led to it, and the policy's words."""
 
 
 def token_texts(tokenizer: ReadingTokenizer, ids: Sequence[int]) -> list[str]:

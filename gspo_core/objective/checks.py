@@ -50,7 +50,7 @@ def require(holds: Tensor, failure: Callable[[], Exception]) -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[Checks]:
-    """Leave the checks of the block to whoever reads them behind it."""
+    """Collect the checks of the block; the caller reads them after it."""
     pending = Checks()
     token = _pending.set(pending)
     try:

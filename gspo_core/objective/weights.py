@@ -103,10 +103,10 @@ def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) ->
 def faded_before(values_BT: Tensor, mask_BT: Tensor, kept: float) -> Tensor:
     """The sum of the values at trained tokens before each trained token, each ``kept`` times as large with every
     further trained token."""
-    place_BT = torch.where(mask_BT, mask_BT.cumsum(-1) - 1, mask_BT.shape[-1])  # what is not trained: behind the rest
+    place_BT = torch.where(mask_BT, mask_BT.cumsum(-1) - 1, mask_BT.shape[-1])  # untrained tokens: after the rest
     shape = (mask_BT.shape[0], mask_BT.shape[-1] + 1)
     sums_BT = values_BT.new_zeros(shape).scatter(-1, place_BT, torch.where(mask_BT, values_BT, 0.0))[:, :-1]
-    sums_BT = torch.nn.functional.pad(sums_BT, (1, 0))  # what comes before, and a last place for what is not trained
+    sums_BT = torch.nn.functional.pad(sums_BT, (1, 0))  # a zero before the first, and a last place for untrained tokens
     distance = 1
     while distance < sums_BT.shape[-1]:  # each pass doubles how far back a sum reaches
         sums_BT = sums_BT + kept**distance * torch.nn.functional.pad(sums_BT, (distance, 0))[:, :-distance]

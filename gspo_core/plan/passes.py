@@ -62,7 +62,7 @@ def _of_a_layer(setting: Setting, numbers: int) -> int:
 def _being_summed(setting: Setting, numbers: int) -> int:
     """Gradients as they are computed; several ranks copy them to float32, and each gets its part of the sum."""
     if setting.num_ranks == 1:
-        own = FLOAT + (HALF if setting.is_half else 0)  # the embedding's, as it is computed and as it is added up
+        own = FLOAT + (HALF if setting.is_half else 0)  # the embedding's: as computed, and as summed
         return own * setting.shape.vocabulary * setting.shape.hidden
     return (setting.width + FLOAT) * numbers + FLOAT * -(-numbers // setting.num_parts)
 

@@ -1,6 +1,6 @@
 """``python -m gspo_core.replay.answer_process FOLDER``: answers the question on stdin about the past in FOLDER.
 
-In a process of its own, which gives way to others: whoever asks has no torch, and steps take the threads, memory and
+It runs in its own process, at low priority: the asking process has no torch, and steps take the threads, memory and
 random state that the past had. The answer goes to stdout as JSON; stderr has a line for each step that was trained, and
 at last the problem if there is one.
 """

@@ -1,7 +1,7 @@
 """A part of a job's past as one file: what a replay needs, each file with its sha256, openable with the library alone.
 
 The rule: a bundle is believed only after every byte of it is checked, and what differs is named. The base model is
-named by the digests of its files and not carried; whoever opens a bundle brings it.
+named by the digests of its files and not carried; the user who opens a bundle supplies it.
 
 A bundle is a zip archive without compression: ``bundle.json``, then the files of the job under their names in its
 directory (``gspo_core.log.layout``).
@@ -32,7 +32,7 @@ _MODEL_FILES = ("*.safetensors", "config.json", "*.safetensors.index.json")
 
 
 class BadBundle(PastError):
-    """The file is no bundle, or not what was written; the message names what differs."""
+    """The file is no bundle, or was changed since it was written; the message names the difference."""
 
 
 class BundleManifest(TypedDict):
@@ -55,7 +55,7 @@ class Opened:
 
 def write_bundle(past: Past, job: str, first: int, last: int, target: Path) -> BundleManifest:
     """Everything that it takes to train the steps ``first`` to ``last`` again, whole under its name or not there.
-    Raises PastError, FileExistsError, BlockingIOError where somebody else is writing it."""
+    Raises PastError, FileExistsError, BlockingIOError while another process writes it."""
     try:
         return _write(past, job, first, last, target)
     except FileNotFoundError as error:

@@ -2,7 +2,7 @@
 it was trained on and the weights that were published after it.
 
 The rule: a link's digest is over the link and the digest before it, so the last one, the head, stands for all of the
-past: who has kept or signed the head notices any change of what came before. Pure: no file is opened here.
+past: anyone who has kept or signed the head notices any change before it. Pure: no file is opened here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = 1
 
 
 class BadChain(PastError):
-    """The file is no chain, or not what was written; the message names the link."""
+    """The file is no chain, or was changed since it was written; the message names the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """What the first link goes on from."""
+    """Where the first link starts."""
 
     kind: str
     """``base``: the base model; ``checkpoint``; ``parent``: the step of another job that a fork begins after."""
@@ -134,7 +134,7 @@ def _versions(record: dict[str, Any]) -> dict[str, Published]:
 
 
 def differences(older: Chain, newer: Chain) -> Iterator[str]:
-    """What ``newer``, of the same job later on, tells otherwise than ``older``; links that only one has are none."""
+    """Where ``newer``, a later chain of the same job, contradicts ``older``; links that only one has do not count."""
     if (older.job, older.accepted) != (newer.job, newer.accepted):
         yield f"the chain is of job {older.job}, or {layout.ACCEPTED} is another one"
         return

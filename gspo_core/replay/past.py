@@ -42,11 +42,11 @@ class PastError(Exception):
 
 
 class NotKept(PastError):
-    """The step was never taken, or what it takes to train it again is no longer kept."""
+    """The step was never taken, or the files for training it again are no longer kept."""
 
 
 class DamagedPast(PastError):
-    """A file is not what was written."""
+    """A file was changed since it was written."""
 
 
 class Past:

@@ -1,7 +1,7 @@
 """What is asked of logged steps that are trained again: which ones, and what is to be different.
 
 The rule: a question says all that its answer depends on beside the past itself, and comes back from its record as it
-was. It is light: who asks needs no torch.
+was. It is light: asking needs no torch.
 """
 
 from __future__ import annotations

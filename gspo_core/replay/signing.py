@@ -1,7 +1,7 @@
 """Signatures of files by Ed25519 keys as OpenSSH or PEM writes them.
 
-The rule: the signature is over the bytes of a file and lies beside it, under its name and ``.sig``; whoever checks it
-brings the public key. The package `cryptography` is needed where something is signed or checked, and nowhere else.
+The rule: the signature is over the bytes of a file and lies beside it, under its name and ``.sig``; the verifier
+supplies the public key. The package `cryptography` is needed where something is signed or checked, and nowhere else.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _column(values: NDArray[np.generic]) -> JSON:
 
 
 def _finite(value: JSON) -> JSON:
-    """What is no number (of what was not trained, or overflowed) as null: JSON has none."""
+    """Numbers that are not finite (untrained, or overflowed) as null: JSON has none of them."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

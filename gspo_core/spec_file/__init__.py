@@ -1,7 +1,7 @@
 """A job specification from a JSON, YAML or TOML file.
 
-One rule: whoever wrote the file learns at once what is wrong and where: file, line, key, and what was probably meant.
-A file that two readers could understand differently (a key given twice) is refused. It fetches nothing and runs nothing
+One rule: the author of the file learns at once what is wrong and where: file, line, key, and what was probably meant. A
+file that two readers could understand differently (a key given twice) is refused. It fetches nothing and runs nothing
 that a file says.
 """
 

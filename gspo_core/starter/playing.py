@@ -1,7 +1,7 @@
 """Episodes of a world without a model, to be imitated: calls that fit its tools, and what its oracle would do, if any.
 
 Rule: training tasks only; the same seed plays the same. What is played is bounded in time, since tools may be slow, and
-no episode is kept that the world failed in.
+an episode in which the world failed is not kept.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def _episode(
         reward, _ = await session.score()
     finally:
         await session.close()
-    while said and said[-1]["role"] != "assistant":  # nobody reads what it was answered last
+    while said and said[-1]["role"] != "assistant":  # the last answers have no reader
         said.pop()
     return PlayedEpisode(start.messages, start.tools, said, reward + paid)
 

@@ -71,7 +71,7 @@ class Teller(ExaminationWatcher):
         self._tell({"act": act, "seconds": seconds})
 
     def _tell(self, line: Told) -> None:
-        with self._lock, contextlib.suppress(OSError):  # nobody listens any more
+        with self._lock, contextlib.suppress(OSError):  # the reader is gone
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 

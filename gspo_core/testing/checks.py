@@ -158,7 +158,7 @@ def _tools(environment: Environment) -> Check:
 
 
 def _raw(tools: Mapping[str, Tool]) -> Iterator[str]:
-    """What a tool would be handed as it was written, though its hint says otherwise."""
+    """Parameters that tools get as plain JSON although their hints name classes."""
     for name, tool in tools.items():
         for parameter in tool.parameters:
             if parameter.unread and parameter.schema.keys() - {"description"}:

@@ -64,7 +64,7 @@ class Transcript:
 
 @dataclass
 class RehearsalStage:
-    """Where an examination stands, for whoever watches it from another thread."""
+    """Where an examination stands, for the thread that watches it."""
 
     act: str = "loading it"
     num_beats: int = 0
