@@ -86,5 +86,5 @@ class Calculator:
 
     @staticmethod
     def oracle(expression: str) -> list[str | tuple[str, dict[str, str]]]:
-        """The turns of somebody who knows: one call, then its result."""
+        """The ideal turns: one call, then its result."""
         return [("calculate", {"expression": expression}), str(evaluate(expression))]

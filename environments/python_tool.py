@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 1000, 100
 MAX_CODE_CHARS, MAX_OUTPUT_CHARS = 8_000, 4_000
-# State comes from a program that nobody trusts: opaque, and bounded.
+# State comes from an untrusted program: opaque, and bounded.
 MAX_STATE_BYTES = 1 << 20
 # For all calls of an episode together, however many a job allows.
 RUN_S = 20.0

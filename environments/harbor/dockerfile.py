@@ -1,6 +1,6 @@
 """The part of a Dockerfile that can be followed without a container: WORKDIR, COPY and ENV.
 
-Rule: nothing is executed. Every other instruction is named, so that whoever offers what it would have made can say so.
+Rule: nothing is executed. Every other instruction is named, so that an operator who provides its result can say so.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Whoever sets it up again owns it."""
+    """The next process to set it up owns it."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

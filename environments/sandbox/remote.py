@@ -48,7 +48,7 @@ class RemoteSandboxes:
         self._leases = _Leases()
 
     def refusal(self) -> str | None:
-        """A delete of what never was is answered by whoever knows the key."""
+        """Deletes a sandbox that never existed, which the server answers only to the right key."""
         try:
             self.ask("DELETE", f"/v1/sandboxes/{'0' * 32}", num_tries=1)
         except SandboxFailed as failed:
@@ -179,7 +179,7 @@ class _Leases:
                 over = [one for one, at in due.items() if at <= now]
             for one in over:
                 due.pop(one)
-                with contextlib.suppress(SandboxFailed):  # whoever uses it learns why
+                with contextlib.suppress(SandboxFailed):  # the next call on it says why
                     one.renew()
 
 

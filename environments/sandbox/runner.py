@@ -72,7 +72,7 @@ def run(order: CommandOrder) -> Report:
         ended_in_time = _watch(child, output, kept, began + order["timeout_s"])
         seconds = time.monotonic() - began
         status = _end_all(child)
-        while data := os.read(output, _CHUNK):  # nobody is left who could write more
+        while data := os.read(output, _CHUNK):  # no writer is left
             kept.add(data)
         refusal = os.read(refusals, _CHUNK).decode(errors="replace")
     finally:
@@ -90,7 +90,7 @@ def run(order: CommandOrder) -> Report:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Whoever wanted the command is gone."""
+    """The caller of the command is gone."""
     sys.exit(1)
 
 
