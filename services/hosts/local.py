@@ -46,7 +46,7 @@ class WallPolicy:
 
     @classmethod
     def of(cls, settings: Settings) -> WallPolicy:
-        """What was fetched for everyone is shown to everyone."""
+        """Environments see the data sets that were fetched for all."""
         datasets = DataDir(settings.data_dir).hub.place(HubKind.DATASET)
         return cls(
             None if settings.env_tier is None else Tier.named(settings.env_tier),
@@ -119,7 +119,7 @@ class WallPolicy:
 
 
 def _offers(settings: Settings) -> Callable[[], Mapping[Tier, Sandboxes]]:
-    """Made at the start of a service where any are set up; else for who asks, to be told what is missing."""
+    """Makes them at the start of a service if any are set up; else at each question, to say what is missing."""
 
     def load() -> Mapping[Tier, Sandboxes]:
         from services.hosts.sandboxes.offers import offers  # most installations set none up

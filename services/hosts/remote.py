@@ -116,7 +116,7 @@ async def _connect(addresses: Sequence[str]) -> socket.socket:
         except OSError as failed:  # a timeout is one, too
             connection.close()
             error = failed
-        except BaseException:  # nobody waits for it any more
+        except BaseException:  # it is no longer awaited
             connection.close()
             raise
         else:

@@ -110,7 +110,7 @@ class HostOrder:
     agent: Mapping[str, JSON] | None = None
     """How its agent is started, as the job says; None for an environment that is none."""
     is_upload: bool = False
-    """Somebody sent its code to the API."""
+    """Its code was uploaded to the API."""
     tier: Tier = Tier.PROCESS
     """The wall around it; `services.hosts.local` decides."""
     sandboxes: Sandboxes | None = None
@@ -185,7 +185,7 @@ class RunningHost(asyncio.Protocol):
         self._output = _Output()
         self.scratch = str(scratch.new_path(SESSIONS if order.tier else None))
         """Its processes' temporary files: below it, so that they go even where the server cannot clean up. The server
-        makes it, once it outlives whoever started it: else a worker that is killed meanwhile would leave it behind."""
+        makes it, once it can outlive its worker: otherwise a worker killed meanwhile would leave it behind."""
         self.is_dead = False
         self.gone = asyncio.Event()
         self.description: HostDescription
@@ -352,7 +352,7 @@ class RunningHost(asyncio.Protocol):
                 process.ended.set_result(self._blamed(event.how))
 
     def _blamed(self, how: tuple[str, int]) -> tuple[str, int]:
-        """The kernel ends what takes too much of a group's memory as anybody from outside would."""
+        """The kernel's kill for taking too much of a group's memory looks like any other SIGKILL."""
         is_killed = how == ("signal", int(signal.SIGKILL))
         return ("memory", 0) if is_killed and self._group is not None and self._group.has_killed() else how
 
@@ -369,7 +369,7 @@ class RunningHost(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_dead = True
         self.gone.set()
-        # At once: whoever started it may be the next to be killed, and then nobody would.
+        # At once: this process may be killed next, and would then leave it behind.
         asyncio.get_running_loop().run_in_executor(None, self._remove_scratch)
         self._fail(BootFailed(f"{self._order.ref}: its host exited while loading it: {self.tail or 'no output'}"))
         for process in list(self._processes.values()):
@@ -441,7 +441,7 @@ def _door_to(sandboxes: Sandboxes) -> Relay:
 def _spawn(
     order: HostOrder, control: socket.socket, output: int, group: ControlGroup | None, relay: Relay | None
 ) -> subprocess.Popen[bytes]:
-    parent = 0 if order.tier else os.getpid()  # nobody outside has a number behind a wall
+    parent = 0 if order.tier else os.getpid()  # behind a wall, outer processes have no number
     command = [order.python, "-m", "services.hosts.inside", str(control.fileno()), str(parent)]
     inherited = (control.fileno(),) if relay is None else (control.fileno(), relay.number)
     inside = Program(command, child_variables(order.paths), inherited)
@@ -457,7 +457,7 @@ def _spawn(
         start_new_session=True,
     )
     if relay is not None:
-        relay.theirs.close()  # once no process of the host has it, there is nobody left to admit
+        relay.theirs.close()  # so that the door closes with the last process of the host
     return process
 
 

@@ -258,7 +258,7 @@ def _number(given: JSON) -> float:
 
 
 def _messages(given: JSON) -> list[Message]:
-    # Their content is the business of whoever renders them.
+    # Their content is left to the code that renders them.
     return cast(list[Message], _dicts(given, "messages"))
 
 

@@ -166,7 +166,7 @@ class ForkServer:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
-        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+        with contextlib.suppress(OSError):  # the child does it too, whichever comes first
             os.setpgid(pid, pid)
         os.close(connection)
         os.close(mark)

@@ -80,8 +80,8 @@ class Peak:
     """The most memory that this process held for itself since this was made.
 
     Files that it maps are no such memory: the kernel may take their pages back. It knows one peak of both, though, so
-    the most that was ever seen mapped is left out. A file that was let go before anybody looked is not told apart, nor
-    is memory of a moment that took the place of a file's pages: there the watch and the hard bound have to do.
+    the most that was ever seen mapped is left out. It misses a file that was unmapped before a look, and memory that
+    briefly took the place of a file's pages: the watch and the hard bound cover these.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The contract of sandboxes over HTTP (docs/sandboxes.md), for any kind of them: one thread for each connection.
 
-Rule: nothing is read of whoever shows no key. Bodies are bounded, and so is the time for one. Answers are what the
-sandbox said, or a reason; never a traceback.
+Rule: nothing is read from a client without the key. Bodies are bounded, and so is the time for one. Answers are what
+the sandbox said, or a reason; never a traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contract(BaseHTTPRequestHandler):
 
     table: Table
     key_sha256: str | None
-    """None: whoever holds the connection may."""
+    """None: the connection alone gives access."""
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
     server_version, sys_version = "gspo-sandboxes", ""
@@ -177,7 +177,7 @@ class SandboxServer(ThreadingHTTPServer):
         self._sweeping.start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        return  # whoever asked is gone
+        return  # the client is gone
 
     def server_close(self) -> None:
         self._stopped.set()
@@ -191,7 +191,7 @@ class SandboxServer(ThreadingHTTPServer):
 
 
 def serve_one(connection: socket.socket, table: Table) -> None:
-    """Until it ends, which ends its sandboxes, too; whoever holds it needs no key."""
+    """Serves until the connection ends, and then closes its sandboxes. It asks for no key."""
     try:
         handler = type("OneConnection", (_handler(table, None),), {"timeout": None})
         handler(connection, "", None)

@@ -1,7 +1,7 @@
-"""The sandboxes that a server holds, by ids that nobody guesses, and what of each was done already.
+"""The sandboxes that a server holds, by unguessable ids, and the operations done in each.
 
-Rule: what carries the same operation is done once, however often it is asked for; it gets the same answer. A sandbox
-whose lease nobody renews is closed; a request that runs renews it. Nobody is told which others there are.
+Rule: requests with the same operation id are done once and get the same answer. A sandbox whose lease is not renewed is
+closed; a running request renews it. No client is told of the other sandboxes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_REMEMBERED = 64
 
 
 class NoSandbox(Exception):
-    """There is none of this id, or no longer."""
+    """No sandbox has this id, or it was closed."""
 
 
 class TableFull(Exception):
@@ -40,7 +40,7 @@ class _Held:
 
 
 class Table:
-    """``lease_s``: None where whoever holds it closes it."""
+    """``lease_s``: None if the owner of the table closes it."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Sandboxes that are made ahead, so that an episode does not wait for one to start.
 
 Rule: at most ``num_ready`` are held for each base, and of at most ``MOST_BASES`` bases, those that were asked for last.
-One that was handed out is never taken back. Where making one ahead fails, nobody learns of it: whoever asks next does.
+One that was handed out is never taken back. A failure to make one is left to the next request to meet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Control groups of the kernel: what a host, and all hosts of this machine together, take of memory, processes and
 processors.
 
-Rule: whoever starts a host makes its group and removes it; groups whose makers are gone are removed by the next one to
-be made. A machine that gives us no groups, or not all, is no reason to refuse anything: what there is is used, and said
+Rule: the process that starts a host makes its group and removes it; making a group also removes those whose makers are
+gone. A machine that gives us no groups, or not all, is no reason to refuse anything: we use those it gives, and say so
 (``offer``); the limits of processes (`inside.limits`) hold everywhere.
 """
 
@@ -84,7 +84,7 @@ class ControlGroup:
         self._place = place
         self._name = name
         self._lock = lock
-        """While it is held, nobody sweeps the group."""
+        """While it is held, the group is not swept."""
         self._num_told = 0
 
     @classmethod
@@ -97,7 +97,7 @@ class ControlGroup:
             _make_common(place)
             sweep(place)
             group = cls(place, *_claimed(place))
-        except OSError:  # somebody took the rights away that were there when we looked
+        except OSError:  # the rights were taken away since we looked
             return None
         group._write(PROCESSES, _PROCESSES_FILE, str(num_processes))
         _weigh(place)
@@ -105,7 +105,7 @@ class ControlGroup:
 
     @property
     def entries(self) -> list[str]:
-        """The files by which a process joins it: whoever writes 0 there."""
+        """A process joins the group by writing 0 to these files."""
         return [str(folder / ALL / self._name / "cgroup.procs") for folder in self._place.distinct]
 
     def held_bytes(self) -> int:
@@ -153,7 +153,7 @@ def offer() -> tuple[str, str]:
 
 
 def sweep(place: ControlGroupPlace) -> None:
-    """Removes groups that nobody holds; those with processes in them stay, the kernel sees to that."""
+    """Removes groups that are not held; the kernel keeps those with processes in them."""
     first, *_ = place.distinct
     for folder in (first / ALL).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # held, or gone meanwhile

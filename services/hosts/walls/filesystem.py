@@ -19,8 +19,8 @@ _NOTHING = "/.nothing"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 1 << 17
 _OWN_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
-# Whoever is root outside could change the kernel there even without capabilities, and everybody what the kernel thinks
-# of others' processes of the same account, such as which of them it ends first.
+# A process that is root outside could change the kernel there even without capabilities, and any process could change
+# how the kernel treats others of its account, such as which it ends first.
 _FIXED = ("/proc",)
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 _WRITABLE = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV

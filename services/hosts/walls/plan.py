@@ -23,7 +23,7 @@ _ETC = ("alternatives", "ca-certificates", "ld.so.cache", "ld.so.conf", "ld.so.c
 _ETC_TOO = ("nsswitch.conf", "pki", "protocols", "services", "ssl", "timezone")
 # With the network only.
 _NAMES = ("/etc/hosts", "/etc/resolv.conf")
-# A folder with more hidden names is somebody's home, whatever it is called.
+# A folder with more hidden names is a home folder, whatever its name.
 _MOST_HIDDEN = 500
 # How many folders of a tree are looked into: at each start of a host, perhaps on a file system that is slow.
 _MOST_FOLDERS = 2000
@@ -127,7 +127,7 @@ def _hidden_below(folder: str) -> Iterator[str]:
         try:
             found = sorted(os.scandir(ahead.popleft()), key=lambda one: one.name)
         except OSError:
-            continue  # nothing is there, or nobody may see it
+            continue  # nothing is there, or it is unreadable
         own = [one for one in found if not one.is_symlink()]
         yield from (one.path for one in own if one.name.startswith("."))
         ahead += [one.path for one in own if one.is_dir() and not one.name.startswith(".") and one.name not in _OTHERS]

@@ -1,7 +1,6 @@
 """The folder for a host's temporary files: locked while the host lives, so that a host after it may remove it.
 
-Host and starter remove it themselves. Where both are killed at once nobody is left to, and the next host of the machine
-does.
+Host and starter remove it themselves. If both are killed at once, the next host of the machine removes it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def make(path: str) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 return lock
-        os.close(lock)  # somebody swept it before it was locked
+        os.close(lock)  # it was swept before it was locked
 
 
 def sweep(parent: Path) -> None:

@@ -1,4 +1,4 @@
-"""The account that walled code has: nobody's where the service is root, the service's own, alone, where it is not.
+"""The account that walled code has: ``nobody`` if the service is root, else the service's own account, alone.
 
 Rule: it has no capability outside, and a user namespace of its own, so that the number of its processes is counted
 apart from everyone else's.
