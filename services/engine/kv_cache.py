@@ -92,8 +92,8 @@ class KVCache:
 
 
 def budget_bytes(device: torch.device) -> int:
-    """What is there for keys and values unless it is said: half of what a device has free, a quarter of the memory that
-    this machine, or its container, lets a process have."""
+    """The default room for keys and values: half of a GPU's free memory; on a CPU, a quarter of the machine's memory or
+    of its container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     allowed = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -33,7 +33,7 @@ CONTROL_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT = httpx.Timeout(CONTROL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
 # A request waits as long as its engine is paused, so a generate call has no deadline of its own.
 GENERATE_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-# For the abort of a request that nobody awaits any more.
+# For the abort of a request that is no longer awaited.
 ABORT_TIMEOUT_S = 2.0
 # Refusals by a proxy in front of an engine, not about the request itself: timed out, too early, too many.
 _NOT_NOW = frozenset({408, 425, 429})

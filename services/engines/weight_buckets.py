@@ -2,7 +2,7 @@
 
 Rule: a bucket holds tensors of one type, so that each begins where its type may begin; both ends agree on it by the
 list alone (names, types, shapes, in the order of the bytes). Those of a folder are pieces of its files, mapped and not
-copied, with every page touched: whoever sends them reads no disk. Nothing is sent here.
+copied, with every page touched: sending them reads no disk. Nothing is sent here.
 """
 
 from __future__ import annotations

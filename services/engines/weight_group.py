@@ -1,9 +1,9 @@
 """Sends weights through one process group to several engines that share no volume with the trainer.
 
 Rule: one broadcast reaches all engines, bucket by bucket; the label goes with the last bucket, so an engine names the
-new weights only when it has all of them. Where a sending fails, nobody knows what a member holds, and the group is not
-used again; ``send`` says who failed by itself, so that the others can be sent everything again without it. The sender
-is rank 0; each engine has as many ranks as it says, one behind the other. The caller pauses and resumes.
+new weights only when it has all of them. After a failed sending the group is not used again, as what its members hold
+is unknown; ``send`` names the engines at fault, so that the others can be sent everything again. The sender is rank 0;
+each engine has as many ranks as it says, one behind the other. The caller pauses and resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.engines.weight_buckets import WeightBucket
 from services.process.ports import free_port
 
 _LEAVE_S = 5.0
-# After a failure the calls to the others are waited for as long as this: what they answer says whose fault it was.
+# After a failure, the other calls are awaited for so long: their answers show whose fault it was.
 _GRACE_S = 2.0
 _ANSWER_S = 5.0
 
@@ -170,8 +170,8 @@ class WeightGroup:
             await self._group.broadcast([bucket.data.to(self._device)])
 
     async def _judge(self, sending: asyncio.Task[None], calls: Mapping[str, asyncio.Future[None]]) -> Failed:
-        """It was the fault of those whose connection was lost or who no longer answer. Who refuses may be one whose
-        neighbour in the group is gone."""
+        """The engines at fault are those whose connection was lost or that no longer answer. One that refuses may only
+        have lost its neighbour in the group."""
         errors = {url: task.exception() if task.done() else None for url, task in calls.items()}
         if strange := [error for error in errors.values() if error and not isinstance(error, EngineError)]:
             raise strange[0]

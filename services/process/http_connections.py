@@ -1,9 +1,9 @@
 """The connections of a server: how many there may be, and how long one may keep the server waiting.
 
-Rule: who holds a connection gets on with it or loses it, and where there are too many, who came late does not pay for
-who rests or does not end its head: the longest gives way first. Below that bound none gives way before its time, since
-those who are sent away come back at once. All connections are looked at together, once a second, so that a request
-costs nothing. It writes no answer and knows no protocol.
+Rule: a client uses its connection or loses it. Where there are too many, the one that has been idle or sending its head
+for longest gives way, not the newcomer. Below that bound none gives way before its time, since clients that are sent
+away come back at once. All connections are looked at together, once a second, so that a request costs nothing. It
+writes no answer and knows no protocol.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LEAST_BYTES_PER_S = 4096
 LOOK_S = 1.0
 # Each is a file, and some kilobytes.
 MAX_CONNECTIONS = 4096
-# What the process has open beside its connections.
+# Files that the process has open besides its connections.
 OTHER_FILES = 256
 
 
 class Part(Enum):
-    """What is awaited from a client."""
+    """The part that a client has to send next."""
 
     HEAD = "head"
     BODY = "body"
@@ -79,7 +79,7 @@ class Connection(Protocol):
         ...
 
     def give_way(self) -> None:
-        """Close: another one needs the place more."""
+        """Close, to make room for another connection."""
         ...
 
 
@@ -108,7 +108,7 @@ class Crowd:
         self._idle.pop(connection, None)
 
     def has_room(self, num_connections: int) -> bool:
-        """Whether so many may be; one that rests, or whose head does not end, gives way if not."""
+        """Whether so many connections may exist; if not, the oldest that is idle or sending a head is closed for it."""
         if num_connections <= self.max_connections:
             return True
         oldest = next(chain(self._idle, self._heads), None)

@@ -250,8 +250,8 @@ async def serve_http(
     """Serve until ``stop`` is set, and let open requests end for ``grace_s``. ``settings`` names, for errors, those
     that gave the address.
 
-    ``fd``: a socket that listens there already, of whoever started this process. It outlives the process, and so do
-    connections that were not accepted yet.
+    ``fd``: a socket of the parent that listens there already. It outlives this process, and so do connections that were
+    not accepted yet.
     """
     crowd = Crowd(allowed_connections())
     config = uvicorn.Config(

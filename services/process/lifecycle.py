@@ -35,7 +35,7 @@ def is_root() -> bool:
 
 @cache
 def tell_of_root() -> None:
-    """Once for a process, when it has begun to serve: who cannot begin says why, and nothing else."""
+    """Once per process, when it has begun to serve: one that cannot begin says only why."""
     if is_root():
         get_logger().warning("this service runs as root", advice=ADVICE)
 

@@ -1,4 +1,4 @@
-"""A socket that listens: of a server, or of whoever starts one and outlives it.
+"""A listening socket, of a server or of a parent that starts one and outlives it.
 
 Rule: where an address cannot be had, the error names the settings that gave it. It accepts nothing.
 """

@@ -1,4 +1,4 @@
-"""Keeps what a service was given in its environment from whoever else may look at its processes.
+"""Hides the secrets in a service's environment from other processes that can look at it.
 
 Rule: a service and its children go on as before, but ``/proc/PID/environ`` tells no secret from then on, and another
 process of the same account cannot look into the service's memory. Root can: against that only a wall helps.

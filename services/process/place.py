@@ -1,4 +1,4 @@
-"""Where a server stands, so that whoever starts there after it has died is known as its successor.
+"""Where a server stands, so that a process that starts there after its death is known as its successor.
 
 Rule: at most one living process holds a place; the kernel sees to that and not a file, so the death of its holder frees
 it, by whatever signal. A place is one address in one network namespace of one boot of a machine: a process that is
@@ -51,7 +51,7 @@ def place_of(kind: str, address: str) -> str:
 
 
 def _fence(place: str) -> socket.socket | None:
-    """A socket with a name that nobody else of the network namespace has; None where somebody does."""
+    """A socket with a name of its own in the network namespace; None if another process has the name."""
     fence = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         # It begins with a zero: a name without a file, which is gone with its socket.

@@ -60,7 +60,7 @@ def _lowest_of_kernel() -> int:
 
 
 def _hold(host: str, port: int) -> bool:
-    """Whether nobody has it. It stays ours for servers alone, which say that they may use it again."""
+    """Whether it is free. On Linux it is then held for servers, which bind with ``SO_REUSEADDR``."""
     with _socket_for(host) as probe:
         try:
             probe.bind((host, port))

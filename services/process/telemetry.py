@@ -65,7 +65,7 @@ def get_logger() -> FilteringBoundLogger:
 
 def tell_unread_settings() -> None:
     """For the start of a service: variables that look like its settings, and that nothing reads."""
-    from services.process.settings import unread_names  # late: whoever only logs needs no settings
+    from services.process.settings import unread_names  # late: logging alone needs no settings
 
     if unread := unread_names(os.environ):
         get_logger().warning("variables are set that nothing reads", names=unread)

@@ -119,7 +119,7 @@ class FallGuard:
             await self._context.alert("fall_answered", said + more, back_to=None)
             return
         await self._drop_what_is_under_way()
-        # An epoch that no trainer ever has: raised first, so that whoever claims the job next does not begin it too.
+        # An epoch that no trainer ever has: raised first, so that the next trainer of the job does not begin it too.
         jobs, claim = self._context.services.store.jobs, self._context.claim
         epoch = await jobs.raise_epoch(claim.job_id, claim.token, claim.epoch + 1, goes_back=True)
         await asyncio.to_thread(self._context.services.checkpoints.go_back, epoch, place)
@@ -128,9 +128,9 @@ class FallGuard:
         self._context.phase.leave()
 
     async def _drop_what_is_under_way(self) -> None:
-        """Before the job goes back, so that whoever dies in between has lost nothing that is not played again. A group
-        that stayed would be taken for the new history's own of that number, and what the fallen policy said in it for
-        young."""
+        """Call it before the job goes back: if this process dies in between, all that is lost is played again. A group
+        that stayed would be taken for the new history's group of that number, and the fallen policy's tokens for young
+        ones."""
         bus, claim = self._context.services.bus, self._context.claim
         left = [group for group in await bus.open_groups(claim.job_id) if group < FIRST_EVAL_GROUP]
         step = self._context.lineage.step

@@ -1,4 +1,4 @@
-"""Looks at the models of queued jobs while all trainers are busy, so that nobody learns of a wrong path in hours.
+"""Looks at the models of queued jobs while all trainers are busy, so that a wrong path is not found only hours later.
 
 Rule: it changes only the reason of a queued job. The files may still come, so what ends the job is the trainer that
 takes it.

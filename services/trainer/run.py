@@ -214,7 +214,7 @@ class JobRun:
         )
         started = clock()
         if not logged_sequences(logged, self._spec.objective.advantage).sequences:
-            # Before it is logged: nobody could train the log again.
+            # Before it is logged: such a log could never be trained again.
             raise JobFailure(
                 "all_rewards_equal",
                 f"nothing of the batch that it is fed for step {logged.step} is trained: the rewards of each group are "
@@ -439,7 +439,7 @@ class JobRun:
         if is_evaluated:
             await self._publishing.finish()
             is_evaluated = await evaluator.start(step, self._context.newest.version)
-        if is_evaluated:  # its result comes after this: nobody was waited for since
+        if is_evaluated:  # its result comes later: nothing was awaited since
             self._guard.expect(step)
         if spec.has_checkpoint(step) or (is_evaluated and self._guard.keeps_evaluated):
             await self._checkpoint(learner)
@@ -456,7 +456,7 @@ class JobRun:
         await self._saving.start(self._save(position, lineage, state))
 
     async def _save(self, position: Position, lineage: Lineage, state: Written) -> None:
-        # A step that a checkpoint holds is not trained again, so nobody could report it later.
+        # A step that a checkpoint holds is not trained again, so it could not be reported later.
         await self._publishing.succeeded()
         checkpoints = self._services.checkpoints
         await self._disk.write(

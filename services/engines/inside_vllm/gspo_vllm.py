@@ -47,7 +47,7 @@ class WeightsFromFolder:
     """From the folder that the engine started with; if that was a name of the hub, from the first one loaded."""
 
     def gspo_greet(self) -> dict[str, str]:
-        """Whoever asks learns that this is here."""
+        """Lets a caller see that this extension is loaded."""
         return {"refused": ""}
 
     def gspo_load(self: _Worker, path: str) -> dict[str, str]:

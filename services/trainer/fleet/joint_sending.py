@@ -1,7 +1,7 @@
 """One sending to several engines: it begins when all of them are paused, and each learns what became of it there.
 
-Rule: nobody waits long for an engine that does not come, and what comes late is told so: nothing was sent to it, and
-its old weights serve on. How weights are sent, and what a failure means, is the transport's.
+Rule: the others do not wait long for an absent engine, and a late one is told so: nothing was sent to it, and its old
+weights serve on. How weights are sent, and what a failure means, is the transport's.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class ThroughGroup:
                 get_logger().warning("engines did not meet for weights", reason=str(error))
                 answers = await asyncio.gather(*(info_within(engine, _ANSWER_S) for engine in members))
                 lost = [engine for engine, answer in zip(members, answers, strict=True) if answer is None]
-                absent = lost or members  # if all answer, nobody knows whose fault it is: each is loaded by itself
+                absent = lost or members  # if all answer, the fault is unknown: each is loaded by itself
                 self._failed |= {engine.url for engine in absent}
                 members = [engine for engine in members if engine not in absent]
         return members

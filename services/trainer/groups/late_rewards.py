@@ -1,7 +1,7 @@
 """Groups that wait for nothing but rewards: ended when their deadline is over, left out of pacing while they wait.
 
-Rule: such a group occupies no place of those that are played, up to a bound, and nobody waits for it; what it holds
-stays in the queue's budget. When its rewards are there it is a group like any other, with tokens as old as they are.
+Rule: up to a bound, such a group takes no place from those being played, and nothing waits for it; what it holds counts
+in the queue's budget. When its rewards are there it is a group like any other, with tokens as old as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Says how far the next batch has come, while it is waited for.
 
 Rule: it speaks only where nothing else has something to say: the reason of a running job is replaced while it is the
-usual one, or the last word of this. A step that comes soon is not talked about. Who looks sees the newest words; an
-event, which is a file too, comes the more seldom the longer the step takes.
+usual one, or the last word of this. A step that comes soon is not talked about. The job's reason is always the newest;
+events, which are also files, become rarer the longer a step takes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def seed(job: JobDir, spec: JobSpec, checkpoints: CheckpointStore) -> None:
         return
     step, past = spec.parent.step, Past(job.origin.path)
     found, beginning = checkpoints.positions(), Position(0, step)
-    # With others there it has gone on, and finds the newest that is intact as every job does.
+    # If there are others, the fork has gone on, and finds its newest intact one like every job.
     if found and (found != [beginning] or _is_intact(checkpoints, beginning)):
         return
     try:

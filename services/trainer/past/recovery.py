@@ -65,8 +65,8 @@ def recover(
 
     Saves a checkpoint every ``checkpoint_every`` replayed steps, under the usual names. Otherwise trainers that die
     before a long replay ends would restart it forever. Saves one after each step that ``is_for_good``, too: the trainer
-    before may have died before it was written. Each time, ``before_saving`` is given what was replayed since the last
-    time: nobody replays it again.
+    before may have died before it was written. Each time, ``before_saving`` gets what was replayed since the last time,
+    which is not replayed again.
     """
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
@@ -155,8 +155,8 @@ def _load(
 
 
 def version_of(at: Position, versions: Iterable[WeightsManifest], newest: int) -> int:
-    """The version of the weights after a step of this history: published by whoever trained it, or by who came after;
-    ``newest`` where it never was. What another history made of the same step is another version."""
+    """The version of the weights after a step of this history: published by the epoch that trained it, or by a later
+    one; ``newest`` if it never was. Another history's version of the same step does not count."""
     of_the_step = [(one.epoch, one.version) for one in versions if one.step == at.step and one.epoch >= at.epoch]
     return min(of_the_step, default=(0, newest))[1]
 
