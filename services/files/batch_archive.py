@@ -64,7 +64,7 @@ def _archive(job: JobDir, positions: Collection[Position], history: LogHistory, 
 def _put(job: JobDir, at: Position, room: int) -> int | None:
     """The bytes that a log has come to take in the archive; None: it does not fit."""
     taken = 0
-    # Once more where an episode was erased meanwhile: whoever erases looks into the archive after this place.
+    # Again if an episode was erased meanwhile: erasing looks into the archive after this place.
     while not _holds(job, at, log := job.batch(at).read_bytes()):
         packed = pack(log)
         if len(packed) > room:
@@ -77,7 +77,7 @@ def _put(job: JobDir, at: Position, room: int) -> int | None:
 
 
 def _holds(job: JobDir, at: Position, log: bytes) -> bool:
-    """Whether the archive has these bytes. What it has otherwise is damaged or was erased since, and is removed."""
+    """Whether the archive has these bytes. Others are damaged, or hold an episode erased since; they are removed."""
     path = job.archived(at)
     try:
         if plain(path.read_bytes()) == log:

@@ -1,6 +1,6 @@
 """A place in an object store, or a folder that stands for one: whole objects by name, written once.
 
-Rule: nothing else of the service talks to an object store. What is read is checked by whoever knows its digest. The
+Rule: nothing else of the service talks to an object store. The caller that knows a digest checks what it reads. The
 addresses are ``s3://``, ``gs://``, ``az://`` and ``file://``; credentials and endpoints come from the variables that
 the stores' own tools read, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, and never from us.
 """
@@ -94,7 +94,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def _named(address: str, name: str) -> Iterator[None]:
-    """Turns what the store says into BucketRefused."""
+    """Turns the store's errors into BucketRefused."""
     from obstore.exceptions import BaseError
 
     where = f"{address.rstrip('/')}/{name}"

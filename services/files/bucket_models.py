@@ -1,8 +1,8 @@
 """Fetches a model or a data set from an object store, or from a folder that is mounted, into a directory of its own.
 
 Rule: the directory appears whole, with each file as long as the store says, or not at all; only the files that are
-fetched from a hub are fetched here. A store states no digest that all stores share, so contents are not checked:
-whoever can write to the bucket decides what is trained.
+fetched from a hub are fetched here. A store states no digest that all stores share, so contents are not checked: anyone
+who can write to the bucket decides what is trained.
 """
 
 from __future__ import annotations

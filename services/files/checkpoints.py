@@ -185,9 +185,9 @@ class CheckpointStore:
         self._storage.remove_unfinished(epoch)
 
     def go_back(self, epoch: int, to: Position) -> None:
-        """Leave what lies beyond ``to``: an epoch without a trainer forks off there, and nothing is removed.
+        """Abandon what lies beyond ``to``: an epoch without a trainer forks off there, and nothing is removed.
 
-        May be said again, by whoever comes first: the epoch is nobody else's.
+        It may be repeated, and by any process: no trainer has the epoch.
         """
         data = log.encode_fork(to)
         for name in fork_records(epoch):

@@ -1,9 +1,9 @@
 """Snapshots of a data directory one after the other: what is complete goes to the bucket while everything runs.
 
-Rule: each round is a snapshot of its own, whole or not there, so whoever does this may be killed at any moment: the
-newest snapshot lacks what was written since its round began, and nothing else. A round that finds nothing new reads no
-file and writes nothing. Where the bucket holds another installation, or the data directory is gone, nothing is saved:
-an empty directory would become the newest snapshot. Of two that save to one place the later one goes on.
+Rule: each round is a snapshot of its own, whole or not there, so the process may be killed at any moment: the newest
+snapshot lacks what was written since its round began, and nothing else. A round that finds nothing new reads no file
+and writes nothing. Where the bucket holds another installation, or the data directory is gone, nothing is saved: an
+empty directory would become the newest snapshot. Of two that save to one place the later one goes on.
 """
 
 from __future__ import annotations

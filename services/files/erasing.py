@@ -1,9 +1,9 @@
 """Erases trained episodes in the files of a job, and in what its forks were brought of it.
 
-Rule: a log is replaced whole and durably, so a reader has the old one or the new one, and by one at a time, so nobody
-puts back what another has erased meanwhile. Answers of replays that show
-tokens go with it, whosever they are: they can be asked for again. A log that recovery may still
-train from is not touched. Weights, bundles and backups are out of reach here; what was found is always told.
+Rule: a log is replaced whole and durably, so a reader has the old one or the new one, and by one process at a time, so
+that none restores what another has just erased. All answers of replays that show tokens go with it: they can be asked
+for again. A log that recovery may still train from is not touched. Weights, bundles and backups are out of reach here;
+what was found is always told.
 """
 
 from __future__ import annotations

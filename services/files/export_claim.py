@@ -1,7 +1,7 @@
-"""Who writes an export now, and why the last try failed: files beside it, so that every process of the API knows.
+"""Which process writes an export, and why the last try failed: files beside it that every API process can read.
 
-Rule: a claim is a file that its holder touches every ``BEAT_S``; one that nobody touched for ``STALE_S`` is nobody's.
-Two that take the same stale claim in one instant may both hold it: the directory that they write appears once.
+Rule: a claim is a file that its holder touches every ``BEAT_S``; one that was not touched for ``STALE_S`` is free. Two
+processes that take the same stale claim in one instant may both hold it: the directory that they write appears once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ExportClaim:
         try:
             with self._held.open("x") as file:
                 file.write(self._token)
-        except FileExistsError:  # another one was faster
+        except FileExistsError:  # another process was faster
             return False
         self.beat()
         self._failed.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from services.files.job_records import DamagedRecord, JobRecords
 from services.files.weights import DamagedVersion, VersionNotFound, WeightStore
 
 Kind: TypeAlias = Literal["damaged", "half-written", "unreferenced", "unknown"]
-# Nobody writes one file for so long; a download may.
+# Writing one file never takes so long; a download may.
 YOUNG_S = 86_400.0
 _TRAINER = re.compile(re.escape(TEMPORARY_PREFIX) + r"ep(\d+)-")
 _WITNESS = ".ranks-"
@@ -112,7 +112,7 @@ class Fsck:
             if problem := _problem(lambda version=version: store.verify(store.manifest(version))):  # type: ignore[misc]
                 yield Found("damaged", path, f"no engine loads it: {problem}")
             elif version not in published:
-                # Its trainer may have died before it told anybody, or be about to.
+                # Its trainer may have died before it published it, or be about to publish it.
                 yield Found("unreferenced", path, "written and never published; the next trainer removes it")
 
     def _checkpoints(self, job: JobDir) -> Iterator[Found]:

@@ -37,7 +37,7 @@ PATTERNS: Mapping[HubKind, tuple[str, ...]] = {
 
 
 class NotFetched(Exception):
-    """The hub cannot be reached, or what it has is not what was asked for; nothing is left that looks whole."""
+    """The hub cannot be reached, or does not have the requested files; nothing is left that looks whole."""
 
 
 def fetch(hub: HubDir, kind: HubKind, name: HubName) -> Path:

@@ -1,7 +1,7 @@
-"""To which installation a data directory belongs, and which Redis serves it at the moment, as files in it.
+"""Files in a data directory that say which installation it belongs to, and which Redis serves it now.
 
-Rule: the id is written once and stays, also in a backup. Who serves the directory says so again and again, so that
-another one can tell a server that is gone from one that is at work. It decides nothing.
+Rule: the id is written once and stays, also in a backup. The server of the directory is named again and again, so that
+another one can tell whether it is gone or at work. It decides nothing.
 
     installation.json   served.json
 """
@@ -24,7 +24,7 @@ class Served:
     token: str
     """Names the Redis that serves the directory."""
     sign: str
-    """Another one at every sign of life."""
+    """New at every sign of life."""
     age_s: float
     """By this machine's clock."""
 

@@ -182,8 +182,8 @@ class JobsDir:
         return JobDir(self.path / job)
 
     def remove(self, job: str) -> None:
-        """All files of a job, in one moment for whoever looks; gone already is as good. What is left of an earlier
-        removal that was interrupted goes, too."""
+        """Removes all files of a job, at one moment for readers; it may be gone already. The rest of an earlier,
+        interrupted removal goes, too."""
         gone = self.path / f"{_REMOVED}{job}"
         with contextlib.suppress(FileNotFoundError):
             (self.path / job).rename(gone.with_name(f"{gone.name}-{uuid4().hex}"))

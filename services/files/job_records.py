@@ -64,7 +64,7 @@ class JobRecords:
         return self.accepted()
 
     def withdraw(self) -> None:
-        """Forget a job that nobody was told of, and all that was prepared for it."""
+        """Forget a job that no caller was told of, and all that was prepared for it."""
         if not self._job.statuses.is_dir():
             remove_directory(self._job.path)
 

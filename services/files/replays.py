@@ -31,7 +31,7 @@ _QUESTION = ".json"
 
 @dataclass(frozen=True)
 class AskedReplay:
-    """What was asked, with what was known of it then."""
+    """A question, with its answer if there is one."""
 
     id: str
     asked: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Replays:
         self._remove_old(name)
 
     def answer(self, name: str, answered: Mapping[str, JSON]) -> None:
-        """By whoever holds the question; one that was removed meanwhile gets none."""
+        """For the holder of the question; a question that was removed meanwhile gets no answer."""
         if self._question(name).is_file():
             self.forget_answer(name)
             with contextlib.suppress(FileExistsError):
@@ -81,7 +81,7 @@ class Replays:
         return sorted(times, key=lambda name: (-times[name], name))
 
     def remove(self, name: str) -> None:
-        # In this order: an answer without question is found by nobody.
+        # In this order: an answer without its question is never found.
         self._question(name).unlink(missing_ok=True)
         (self._folder / f"{name}{_ANSWER}").unlink(missing_ok=True)
 
@@ -133,7 +133,7 @@ def _lock(file: BinaryIO) -> bool:
         except BlockingIOError:
             if not _has_no_holder(file):
                 return False
-            # Somebody was just looking whether it is held.
+            # Another process was just testing whether it is held.
 
 
 def _has_no_holder(file: BinaryIO) -> bool:
@@ -146,7 +146,7 @@ def _has_no_holder(file: BinaryIO) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, or is not what was written."""
+    """None: it is not there, or was changed since it was written."""
     try:
         return decode_record(path.read_bytes())
     except (FileNotFoundError, DamagedRecord):

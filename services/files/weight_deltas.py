@@ -2,8 +2,8 @@
 
 Rule: applied to its base a delta gives the new version exactly, or is refused. It names base and result by label and by
 a digest of all tensors, so that one that is lost, doubled, out of order or damaged does not fit. None is written where
-shapes changed, and where all deltas since the last version without one would be no smaller than the whole: so nobody
-who follows them reads more than twice the whole. It knows safetensors and numpy, no model and no engine.
+shapes changed, and where all deltas since the last version without one would be no smaller than the whole: so following
+them never reads more than twice the whole. It knows safetensors and numpy, no model and no engine.
 
     header length (8 bytes, little-endian)   header (JSON)   for each changed tensor: gaps between indices, differences
 

@@ -1,6 +1,6 @@
-"""What one process saw of the engines, for all processes, so that an engine is not asked by each of them.
+"""What one process saw of the engines, shared with all processes, so that not each of them asks every engine.
 
-Rule: only whoever holds the watch writes; it is taken over from a holder whose beats stand still, by a compare and set
+Rule: only the holder of the watch writes; it is taken over from a holder whose beats stand still, by a compare and set
 on them. Readers wait for news instead of polling. A sighting names the report of the engine's trainer that was known
 when it was made, which tells the older of the two. Nothing here speaks to an engine.
 """

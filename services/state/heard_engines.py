@@ -1,7 +1,7 @@
-"""What a process that does not look at the engines may take for true, because another one has just looked.
+"""What a process that does not look at the engines can rely on, because another one has just looked.
 
-Rule: an engine counts as seen only while new looks at it keep arriving; where nobody looks, or it did not answer, the
-caller asks it. Redis being away is the same as nobody looking. Nothing here speaks to an engine.
+Rule: an engine counts as seen only while new looks at it keep arriving; if no process looks, or it did not answer, the
+caller asks it. While Redis is away, that is the same. Nothing here speaks to an engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HeardEngines:
             return
         for url, one in seen.items():
             before = self._seen.get(url)
-            # How old the first one is that is read here, nobody knows.
+            # The age of the first sighting read here is unknown.
             if not is_first and (before is None or before.number != one.number):
                 self._told_at[url] = now
         self._seen = seen

@@ -22,7 +22,7 @@ BEAT_S = 2.0
 LOOKS = 12
 # So many prove another server at work. A process that told this one its token just before a wipe may give one more.
 SIGNS = 2
-# Who is silent for so long, by the clock of the files, is not watched at all.
+# A server that is silent for so long, by the files' clock, is not watched at all.
 LONG_GONE_S = 60.0
 _KEY = service_key("installation")
 
@@ -109,12 +109,12 @@ class InstallationGuard:
             began = asyncio.get_running_loop().time()
             await asyncio.sleep(self._beat_s / 4)
             now = await asyncio.to_thread(self._files.served)
-            _, held = await self.held()  # later than the sign: whoever gives one has told its server before
-            if now is None or now.token == held:  # its own processes have told this server again whose it is
+            _, held = await self.held()  # later than the sign: a process tells its server before it gives one
+            if now is None or now.token == held:  # its own processes have told this server its token again
                 return held or uuid4().hex
             num_looks += 1
             if asyncio.get_running_loop().time() - began > self._beat_s:
-                num_looks = 0  # this server was away, so nobody could tell it anything
+                num_looks = 0  # this server was away, so no process could tell it anything
             if now.sign == before.sign:
                 continue
             before, num_looks, num_signs = now, 0, num_signs + 1

@@ -196,7 +196,7 @@ class JobTable(JobClaims):
     ) -> JobRecord:
         """Put a job that is over back into the queue, to go on as itself in an epoch after ``epoch``.
 
-        ``went_back``: from where, if not from where it ended; whoever goes on with it writes that down in its files.
+        ``went_back``: where it goes on, if not where it ended; the next trainer writes that into its files.
         ``settings``: all live settings from now on. Raises JobNotFound, IllegalTransition (it is not over) and Conflict
         if its settings have changed since it was looked at.
         """

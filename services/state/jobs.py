@@ -246,7 +246,7 @@ class TrainerAttempt:
 
 
 class WentBack(NamedTuple):
-    """A job that was over goes on from an earlier place: an epoch without a trainer forks off there."""
+    """A job that was over continues from an earlier place, where an epoch without a trainer forks off."""
 
     epoch: int
     to: Position

@@ -30,7 +30,7 @@ class Begun:
 
 
 class KeptReplies:
-    """``now`` is in seconds, and nearly equal on all processes: one that is ``LEASE_S`` ahead waits for nobody."""
+    """``now`` is in seconds, and nearly equal on all processes: one that is ``LEASE_S`` ahead never waits."""
 
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         self._functions = Functions(redis)

@@ -1,7 +1,7 @@
 """Episodes that agents fetch by themselves: offered, lent, kept by signs of life, ended.
 
 The rule: an agent that is lent an episode has it until it ends the loan or its worker does; an episode that was lent
-once begins a new attempt before it is offered again, which the worker sees to. No clock decides here: who watches a
+once begins a new attempt before it is offered again, which the worker sees to. No clock decides here: the watcher of a
 loan counts its signs of life (``Loan.beats``).
 """
 
@@ -54,7 +54,7 @@ class Loan:
 class Lent:
     loan: Loan
     told: bytes
-    """What the worker offered: for the agent."""
+    """The worker's offer, for the agent."""
     is_again: bool
     """It was lent by this id before."""
 

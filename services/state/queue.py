@@ -304,7 +304,7 @@ class Bus:
     async def append(self, job: str, token: str, appends: Sequence[Append | Kept]) -> None:
         """Append segments of one or several episodes in one atomic call: all of them or none.
 
-        Segments already present are skipped, and so is a snapshot that the episode has gone on from. Fenced: an episode
+        Segments already present are skipped, and so is a snapshot that the episode has moved past. Fenced: an episode
         is not (or no longer) this worker's in this attempt. Gap: the server holds less than the caller thinks.
         Conflict: the segment exists with other content, or its episode has ended. The errors name the first such
         segment; the rest may be sent again without it.

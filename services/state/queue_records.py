@@ -94,7 +94,7 @@ class Stage(StrEnum):
     QUEUED = "queued"
     HELD = "held"
     WAITING = "waiting"
-    """For its reward: it has ended otherwise."""
+    """It has ended, and waits only for its reward."""
     DONE = "done"
     DEAD = "dead"
 
@@ -186,7 +186,7 @@ class RewardWord(StrEnum):
 
 
 class ErasedWord(StrEnum):
-    """What became of the wish to erase an episode."""
+    """The result of a request to erase an episode."""
 
     ERASED = "erased"
     """Nothing of it is in the queue, now or since an earlier wish."""
@@ -203,7 +203,7 @@ class AwaitedReward:
     payload: bytes
     """Its last segment, if no reward comes."""
     kept: bytes
-    """What else whoever makes the one with a reward needs."""
+    """What else is needed to make its last segment with a reward."""
     posted: tuple[PostedReward, ...]
     """Rewards of turns that came meanwhile."""
 

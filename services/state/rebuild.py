@@ -84,7 +84,7 @@ class Rebuild:
         if accepted.idempotency is not None:
             holder = await self._functions.call("reserve", service_keys(), accepted.idempotency, job)
             if not fields and holder.decode() != job:
-                return 0  # another job has its key: nobody was told of this one, and nobody will be
+                return 0  # another job has its key: no caller knows this one, and none will
         record = {"spec": accepted.spec, "digest": accepted.digest, **(fields or _at_first(accepted))}
         flat = [text for item in record.items() for text in item]
         restored = int(await self._functions.call("restore_job", job_keys(job), max(revision, 1), *flat))
@@ -108,7 +108,7 @@ class Rebuild:
 
     async def _restore_metrics(self, job: str, directory: JobRecords) -> None:
         lines = await asyncio.to_thread(lambda: list(directory.metrics()))
-        # First, so that nobody reports again what is only not restored yet.
+        # First, so that rows that are not restored yet are not reported again.
         if reported := max(reported_steps(lines), default=None):
             await self._functions.call("mark_reported", job_keys(job), *reported)
         for step, values in sorted(_rows(lines).items())[-METRIC_STEPS:]:

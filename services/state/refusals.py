@@ -36,7 +36,7 @@ class Fenced(Refused):
 
 
 class EpisodeErased(Fenced):
-    """The episode was erased while it was played: it has ended, for whoever plays it too."""
+    """The episode was erased while it was played: it has ended, for its worker too."""
 
     advice = "the episode was erased; drop the work"
 

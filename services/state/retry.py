@@ -2,8 +2,8 @@
 
 Rule: only ``Away`` is retried. Any other answer, a refusal included, is final. The wait of a call doubles up to a bound
 and carries jitter, so that a thousand episodes do not come back at the same instant. All processes of an installation
-may start together, and in any order; who is asked to leave before its first contact leaves at once, as there is nothing
-that it holds.
+may start together, and in any order; a process that is asked to leave before its first contact leaves at once, as it
+holds nothing.
 """
 
 from __future__ import annotations

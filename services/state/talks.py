@@ -26,7 +26,7 @@ ErasedBy = Literal["t", "u", "k"]
 
 @dataclass(frozen=True, slots=True)
 class TalkKeyRecord:
-    """A key as it is shown, and what it has used."""
+    """A key as it is shown, with its use."""
 
     id: str
     label: str
