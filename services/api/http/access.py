@@ -52,7 +52,7 @@ class Caller:
 
     @property
     def is_keyless(self) -> bool:
-        """Nobody here has a key, so all callers are one."""
+        """No keys are configured, so all callers are one."""
         return self is LOCAL
 
     @property

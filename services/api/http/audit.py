@@ -1,4 +1,4 @@
-"""Who changed what: one line for every request that changes something, kept in the data directory.
+"""The audit: one line for every request that changes something, kept in the data directory.
 
 Rule: it names the key, the route, the outcome, and what was changed, with the old and the new values of that; never a
 body, a secret, or what a policy said. A line that cannot be written goes to the log; the change stands.

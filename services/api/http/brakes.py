@@ -1,7 +1,7 @@
-"""Who shows wrong keys, and is slowed down: by address, and by the beginning of the key.
+"""Slows down callers that show wrong keys: by address, and by the beginning of the key.
 
-Rule: memory is bounded, and nothing of a key is kept but digests. A right key gets in whatever its neighbours behind
-the same proxy do, if it cannot be guessed or was right before; a short one that is new has to wait, and is told so.
+Rule: memory is bounded, and nothing of a key is kept but digests. A right key that cannot be guessed, or was right
+before, gets in whatever others behind the same proxy do; a short, new one has to wait, and is told so.
 """
 
 from __future__ import annotations

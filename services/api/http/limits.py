@@ -35,7 +35,7 @@ class RateLimit:
         self.clock = clock
         self.per_s = per_s
         self.burst = burst
-        # One entry for each valid key: their number is bounded by whoever issues keys.
+        # One entry for each valid key: the issuer of keys bounds their number.
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def wait_s(self, name: str) -> int:

@@ -191,7 +191,7 @@ async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:
     size, more = 0, True
     while more and size <= most:
         message = await receive()
-        if message["type"] == "http.disconnect":  # before it was begun: whoever asks again finds nothing done
+        if message["type"] == "http.disconnect":  # before it was begun: a repetition finds nothing done
             raise ClientDisconnect
         messages.append(message)
         size += len(message.get("body", b""))

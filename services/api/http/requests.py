@@ -64,7 +64,7 @@ class RequestMiddleware:
 
         try:
             await self._app(scope, receive, send_named)
-        except ClientDisconnect:  # in the middle of its request: nobody is there to be told
+        except ClientDisconnect:  # in the middle of its request: there is no client to answer
             return
         except Exception as error:
             answer = translate(error)

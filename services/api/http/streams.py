@@ -2,7 +2,7 @@
 
 Rule: one too many is refused before it begins, in the one shape of errors and with the time to come again; a seat is
 free again however its stream ends. A stream ends within a second of its caller's key, before the next piece of it: one
-that clients open again ends as if it were over, and a download breaks off, so that nobody takes it for whole.
+that clients open again ends as if it were over, and a download breaks off, so that it is not taken for whole.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
     """The id of the newest checkpoint of its history; None: it has none."""
     from services.files.checkpoints import CheckpointStore
 
-    if job.went_back is not None:  # whoever asked for that may have died, and no trainer has looked since
+    if job.went_back is not None:  # the process that asked for it may have died, and no trainer has looked since
         CheckpointStore(job_dir).go_back(*job.went_back)
     return next((one.id for one in places_of(job_dir) if one.is_of_history), None)
 

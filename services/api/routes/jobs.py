@@ -236,7 +236,7 @@ async def wish(
 
 
 def submitted(job: JobRecord, response: Response, *, is_new: bool) -> JobView:
-    """The answer to whoever submitted `job`; one that is new is noted in the audit."""
+    """The answer to a submission of `job`; a new job is noted in the audit."""
     if is_new:
         note_new(job)
     else:

@@ -163,7 +163,7 @@ def specification(given: FineTuningRequest) -> dict[str, Any]:
 
 
 def _environments(training_file: str, given: JsonValue) -> JsonValue:
-    """What is said of them at length, or else the one that the file's name says. Raises RequestRefused."""
+    """The environments given at length, or else the one that ``training_file`` names. Raises RequestRefused."""
     if not training_file.startswith(ENVIRONMENT):
         message = "training_file names an environment: env:NAME, or env:package.module:Class"
         raise RequestRefused(422, "validation_failed", message, param="training_file")

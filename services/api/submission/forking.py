@@ -1,7 +1,7 @@
-"""A new job from a step of an older one: its specification, and what it is brought of its parent's files.
+"""A new job from a step of an older one: its specification, and the files that it gets from its parent.
 
-Rule: whoever does not see the parent cannot fork it. The child is brought all that it needs before it is accepted, so
-it never waits for files that its parent may remove.
+Rule: only a caller who sees the parent can fork it. The child gets all that it needs before it is accepted, so it never
+waits for files that its parent may remove.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _look_at_model(model: Path, found: Visible) -> None:
 
 
 def _look_at_context(spec: JobSpec, found: Visible) -> None:
-    """What is asked for beyond the model's context is never had."""
+    """Warns of limits beyond the model's context, which are never reached."""
     context = context_of(Path(spec.model))
     if context is None:
         return

@@ -2,7 +2,7 @@
 only looked at measure the prompts.
 
 Rule: this process runs no environment and reads no model; a worker does, in a process apart. An environment that no
-worker can load refuses the job; what else one finds is a warning, and what nobody could try stays unchecked.
+worker can load refuses the job; other findings are warnings, and what no worker could try stays unchecked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def look_at_prompts(context: ApiContext, spec: JobSpec, found: Visible) ->
 
 
 async def _answer(context: ApiContext, spec: JobSpec, place: int) -> str | None:
-    """What is wrong, empty if nothing is; None if nobody could tell."""
+    """The problem, empty if there is none; None if no worker could tell."""
     try:
         return await _problem(context, spec, place)
     except (NoAnswer, NoWorkerThere, TooManyRequests):
@@ -71,7 +71,7 @@ async def check_environments(context: ApiContext, spec: JobSpec) -> None:
 
 
 async def _why_not_loaded(context: ApiContext, entry: EnvironmentSpec, worker: str = "") -> str:
-    """Why any worker, or this one, cannot load it; empty where it can, or nobody could tell."""
+    """Why any worker, or the named one, cannot load it; empty if it can, or no worker could tell."""
     order = {"do": "schema", "environment": entry.ref, "config": dict(entry.config)}
     try:
         await context.worker_requests.ask(order, LOAD_S, worker=worker)

@@ -1,8 +1,8 @@
-"""Jobs that are trained on what others have played: their specification, and the episodes that they are brought.
+"""Jobs that are trained on episodes of other jobs: their specification, and the episodes that they get.
 
-Rule: whoever does not see a job cannot train on its episodes. A job is brought all of them before it is accepted, with
-the steps that they make; rewards come with the request, and the job holds their digest. Only an episode that is there
-and may have a reward is given another.
+Rule: only a caller who sees a job can train on its episodes. The new job gets all of them before it is accepted, with
+their steps; rewards come with the request, and the job holds their digest. Only an existing episode that may have a
+reward gets another.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ async def completed(context: ApiContext, spec: JobSpec, caller: Caller, held: Jo
 
 
 def _filled_in_as(spec: JobSpec, at: RecordedSpec, theirs: JobSpec) -> JobSpec:
-    """What was said stays, so that another request under the same key is told from a repetition."""
+    """Fills in only what was left out, so that a different request under the same key is told from a repetition."""
     if theirs.recorded is None:
         return spec
     first, last = at.first or theirs.recorded.first, at.last or theirs.recorded.last
@@ -141,7 +141,7 @@ def _filled_in_as(spec: JobSpec, at: RecordedSpec, theirs: JobSpec) -> JobSpec:
 
 
 def as_asked(spec: JobSpec, first: int | None, last: int | None, *, has_steps: bool) -> JobSpec:
-    """Without what was filled in for whoever asked: a repetition may come when the other job has gone further."""
+    """As asked for, without what was filled in since: a repetition may come when the other job has gone further."""
     if spec.recorded is None or spec.recorded.traces:
         return spec
     at = spec.recorded.model_copy(update={"first": first, "last": last})

@@ -99,7 +99,7 @@ def _looked_at(directory: JobDir, job: JobRecord, step: int | None) -> tuple[int
     from gspo_core.replay.past import Past, PastError  # few requests need it
 
     require_room(directory.path)
-    if job.went_back is not None:  # whoever asked for that may have died, and no trainer has looked since
+    if job.went_back is not None:  # the process that asked for it may have died, and no trainer has looked since
         CheckpointStore(directory).go_back(*job.went_back)
     past = Past(directory.path)
     try:

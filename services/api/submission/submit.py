@@ -74,7 +74,7 @@ async def submit(
             if held is None:
                 raise
         except Exception:
-            if own_key is None:  # nobody can ask for it again
+            if own_key is None:  # it can never be asked for again
                 await asyncio.to_thread(unused.forget_prepared)
             raise
         else:

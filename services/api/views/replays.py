@@ -147,7 +147,7 @@ async def _listen(stream: asyncio.StreamReader, work: _Work) -> str:
 
 
 def _keep(store: Replays, job: JobDir, found: AskedReplay, answered: Mapping[str, JSON]) -> None:
-    """An episode that was erased meanwhile is not shown: whoever erases looks for answers after the logs."""
+    """An episode that was erased meanwhile is not shown: erasing looks for answers after the logs."""
     from gspo_core.replay.past import Past, PastError
 
     store.answer(found.id, answered)
