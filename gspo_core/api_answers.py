@@ -129,7 +129,7 @@ class Plan(TypedDict):
     config: dict[str, JSON]
     """The specification with every default spelled out."""
     warnings: list[str]
-    """What is legal but known to be wrong, and what is not there where the API looks."""
+    """Settings that are legal but known to be wrong, and files that the API does not find."""
     unchecked: NotRequired[list[str]]
     """What only trainers and rollout workers can tell."""
     estimate: dict[str, int]
@@ -301,7 +301,7 @@ class ShownRequest(TypedDict):
 
 
 class ShownTurn(TypedDict):
-    """Where a turn's tokens stand, what it goes on from, the messages that led to it, and what the policy said."""
+    """Where a turn's tokens stand, which turn it continues, the messages that led to it, and the policy's words."""
 
     branch: int
     turn: int

@@ -106,7 +106,7 @@ def _fork(
     without: Sequence[str],
     rewards: Mapping[str, float] | None,
 ) -> dict[str, JSON]:
-    """A service of an older release refuses what it does not know: it is not told what was not asked."""
+    """Leaves out options that were not given: a service of an older release refuses those it does not know."""
     told: dict[str, JSON] = {"last": last} if last is not None else {}
     told |= {"without": list(without)} if without else {}
     told |= {"rewards": dict(rewards)} if rewards else {}

@@ -199,8 +199,8 @@ class Witness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Llm:
-    """Where an agent asks for its turns. Its model and its sampling are the job's; what an agent says of them is not
-    heard."""
+    """Where an agent asks for its turns. Its model and its sampling are the job's; an agent's own choice of them is
+    ignored."""
 
     base_url: str
     """For the OpenAI dialects; ends in `/v1`."""

@@ -67,7 +67,7 @@ class OptimizerConfig(Documented):
     ess_scaling: bool = Field(default=False, exclude_if=lambda scales: not scales)
     """Scale the learning rate of a step by the root of the effective sample size of its sequences as a share of their
     number, by the product of their tokens' importance weights (after VCPO)."""
-    # A new job is stored with what it is trained with, so that releases may differ in what they choose.
+    # A new job is stored with the value it is trained with, so that releases may choose differently.
     signal_scaling: bool | None = Field(default=None, exclude_if=lambda scales: scales is None)
     """Scale the learning rate of a step by the share of its sequences that teach, whose group's rewards differ: a
     gradient shrinks with that share, and AdamW, which divides by what is usual, would make up for it. Groups that

@@ -138,7 +138,7 @@ def is_setting(path: Sequence[str]) -> bool:
     """Whether a job has a setting of this name, live or not."""
     model: type[BaseModel] | None = JobSpec
     for name in path:
-        if model is None:  # below what is one value: its section has the reason
+        if model is None:  # below a single value: its section has the reason
             return True
         if name not in model.model_fields:
             return model is ObjectiveConfig and name in OTHER_KEYS

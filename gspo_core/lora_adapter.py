@@ -27,7 +27,7 @@ _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SHORT = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-# Each would make the sum another one than is computed here.
+# Other values would make the sum differ from the one computed here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (False, None)),

@@ -28,7 +28,7 @@ _MEDIA = {
     "input_image": {"image_url"},
     "input_audio": {"input_audio"},
 }
-"""Where a part that is no text holds what it shows, as transformers, OpenAI, Anthropic and MCP write it."""
+"""The keys under which a part other than text holds its content, for transformers, OpenAI, Anthropic and MCP."""
 _ABOUT_PARTS = {
     *("type", "detail", "format", "mimeType", "mime_type", "annotations", "meta", "_meta", "cache_control"),
     *("min_pixels", "max_pixels", "resized_height", "resized_width", "fps", "nframes"),

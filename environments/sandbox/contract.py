@@ -15,12 +15,12 @@ from typing import Protocol
 
 
 class SandboxFailed(Exception):
-    """The machine could not do what it was asked for."""
+    """The machine could not do what was asked."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and what it said."""
+    """How a command ended, and its output."""
 
     status: int
     timed_out: bool
@@ -82,7 +82,7 @@ class Sandboxes(Protocol):
     """Makes sandboxes of one kind."""
 
     def refusal(self) -> str | None:
-        """Why there are none here."""
+        """Why this machine offers none; None if it does."""
         ...
 
     def create(self, base: str = "") -> Sandbox:

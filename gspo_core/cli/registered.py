@@ -35,7 +35,7 @@ def add(arguments: argparse.Namespace) -> int:
 def _upload(
     client: Client, arguments: argparse.Namespace, config: Mapping[str, JSON], agent: Mapping[str, JSON] | None
 ) -> RegisteredEnvironment | None:
-    """None: it is no upload."""
+    """None: it was not uploaded."""
     from gspo_core.packed_folder import FolderRefused
 
     ref = arguments.ref or ""

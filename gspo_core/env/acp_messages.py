@@ -32,7 +32,7 @@ class RpcError(Exception):
 
 
 class BrokenProtocol(Exception):
-    """The program wrote what it must not write."""
+    """The program broke the protocol in what it wrote."""
 
 
 class StreamEnded(Exception):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from, which what is published of it repeats or refers to."""
+    """Where a model comes from; its published versions repeat or refer to it."""
 
     model_dir: Path
     lora: LoraConfig | None = None

@@ -85,7 +85,7 @@ def without_live(batch: LoggedBatch, values: Mapping[str, JSON]) -> LoggedBatch:
 
 
 def idle_settings(values: Mapping[str, JSON]) -> list[str]:
-    """Those that no step reads which is trained again: they act on what is sampled."""
+    """Those that training a step again does not read: they act on sampling."""
     return [key for key in values if key.partition(".")[0] not in TRAINED_SECTIONS and key not in TRAINED_KEYS]
 
 

@@ -18,7 +18,7 @@ SCHEMA = 2
 
 
 class DamagedRecord(Exception):
-    """A record is not what was written, or a later release wrote it."""
+    """A record was changed since it was written, or a later release wrote it."""
 
 
 class RecordConflict(Exception):

@@ -170,8 +170,8 @@ def _largest_part(setting: Setting) -> int:
 
 
 def _loading(setting: Setting) -> dict[str, int]:
-    """The forward check gathers what is outside the layers, and one layer after the other, in float32. The buffer of
-    what was gathered last stays until the next is there."""
+    """The forward check gathers the parameters outside the layers, then one layer after the other, in float32. Each
+    buffer stays until the next one is filled."""
     if setting.num_ranks == 1:
         return {}
     root, layer = root_size(setting.shape), layer_size(setting.shape)

@@ -189,7 +189,7 @@ def _lines(found: Audited, proof: list[int] | None, given: argparse.Namespace) -
 
 
 def _kept_lines(given: argparse.Namespace) -> Iterator[str]:
-    """What was held against a kept chain, and what was kept now."""
+    """Which kept chain agrees, and where this one was written."""
     if given.chain is not None:
         signed = f", signed by the holder of {given.signed_by}" if given.signed_by is not None else ""
         yield f"as {given.chain} tells{signed}"

@@ -84,7 +84,7 @@ class ReplaySteps:
 
 
 def plan(past: Past, question: ReplayQuestion) -> ReplaySteps:
-    """Raises PastError, ImpossibleChange: what it raises not, the past has all of."""
+    """Raises PastError, ImpossibleChange; otherwise the past has everything that the replay needs."""
     batches = [past.whole_batch(step) for step in range(question.first, question.last + 1)]
     question.checked(past.spec, batches)
     if question.single is not None and question.single not in {

@@ -51,7 +51,7 @@ class ProcessGroup:
 
 
 def gpu_uuid(device: torch.device | str) -> str:
-    """The same in every process that uses it, whatever number it has there."""
+    """The same in every process that uses the GPU, whatever its number there."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -273,5 +273,5 @@ async def info_within(engine: Condition, timeout_s: float) -> EngineInfo | None:
 
 
 def info_calls(engines: Iterable[Engine], timeout_s: float) -> dict[str, Callable[[], Awaitable[EngineInfo | None]]]:
-    """By address: a call that asks the engine what it is."""
+    """By address: a call that asks the engine for its description."""
     return {engine.url: partial(info_within, engine, timeout_s) for engine in engines}

@@ -20,7 +20,7 @@ from pathlib import Path
 MAX_BYTES = 16 << 20
 MAX_AGE_S = 30 * 86_400.0
 KEPT_S = 400 * 86_400.0
-"""A year and a month of what was set aside."""
+"""Files that were set aside are kept for a year and a month."""
 _SET_ASIDE = re.compile(r"-(\d{8}T\d{6}Z)(?:-\d+)?\.jsonl")
 _FORM = "%Y%m%dT%H%M%SZ"
 

@@ -30,7 +30,7 @@ SHARED = frozenset({"environments", "models", "hub"})
 
 UPLOADS = ".uploads"
 FETCHED = "fetched.json"
-"""In a directory that was fetched from the hub: what it is."""
+"""Says in a directory what was fetched there from the hub."""
 _NAME = re.compile(
     r"(?P<owner>[A-Za-z0-9][\w.-]{0,95})/(?P<repository>[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?"
 )
@@ -140,7 +140,7 @@ class EnvironmentsDir:
     path: Path
 
     def names(self) -> list[str]:
-        """In order; also of what is no environment."""
+        """In order; entries that are no environment included."""
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
 
     def environment(self, name: str) -> Path:

@@ -93,9 +93,9 @@ def has_log(job: JobDir, since: float, before: float) -> bool:
 
 
 def erase_old(job: JobDir, name: str, *, safe_until: int | None, before: float) -> Erasure:
-    """All that the directory of a job holds in logs written before (Unix seconds), whichever job played it: what was
-    brought of another one may be younger there, or be left when that is gone. ``safe_until`` as for ``erase``, also of
-    what was brought: the job may not have been fed it yet. Blocking: it reads every such batch log."""
+    """Erases all that a job's directory holds in logs written before (Unix seconds), whichever job played it: logs
+    copied from another job may be younger there, or already removed. ``safe_until`` as for ``erase``, for copied logs
+    too: the job may not have been fed them yet. Blocking: it reads every such batch log."""
     found = _Found([], [], [], before)
     for folder in (job.path, *_brought(job)):
         _in_folder(folder, name, _everybody, found, safe_until)

@@ -21,7 +21,7 @@ __all__ = ["NoSuchEpisode", "Rewards", "bring_recording", "changed_log", "record
 
 
 def recorded_steps(source: JobDir, first: int | None, last: int | None) -> tuple[int, ...]:
-    """The steps from ``first`` to ``last`` whose batches are kept; None: as far as they are. Raises PastError."""
+    """The steps from ``first`` to ``last`` (None: as far as kept). Raises PastError if a batch is not kept."""
     kept = Past(source.path).batches
     if not kept:
         raise NotKept("no batch log of the job is kept")
@@ -55,13 +55,13 @@ def changed_log(past: Past, step: int, rewards: Rewards, without: Without) -> by
 
     Raises PastError, NoSuchEpisode, ImpossibleChange.
     """
-    batch = past.batch(step)  # what was erased of it may be what is left out
+    batch = past.batch(step)  # an erased episode in it may be one that is left out
     changed = lessened(rescored(batch, rewards), without)
     return None if changed is batch else b"".join(encode_batch(changed.position, changed.groups, changed.extra))
 
 
 def require_known(rewards: Rewards, past: Past, steps: Iterable[int], without: Without | None = None) -> None:
-    """``without``: what is left out of these steps is not there. Raises NoSuchEpisode, PastError, ImpossibleChange."""
+    """Checks that every reward is for an episode of these steps. Raises NoSuchEpisode, PastError, ImpossibleChange."""
     taken = (rescored(lessened(past.batch(step), without or Without()), rewards) for step in steps)
     if rewards and (wrong := unknown(rewards, taken)):
         raise NoSuchEpisode(f"there is no episode {', '.join(wrong[:5])} in the steps that are taken")

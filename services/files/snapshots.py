@@ -46,7 +46,7 @@ TICK_NS = 2_000_000_000
 
 
 class SnapshotDamaged(Exception):
-    """An object or a snapshot is not what it was; the message names it."""
+    """An object or a snapshot has changed since it was saved; the message names it."""
 
 
 class RestoreConflict(Exception):
@@ -54,7 +54,7 @@ class RestoreConflict(Exception):
 
 
 class GivenUp(Exception):
-    """Whoever made the snapshot does not want it any more."""
+    """The caller that made the snapshot no longer wants it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class InstallationSnapshot:
 
 @dataclass
 class Tally:
-    """What was sent or brought."""
+    """Counts the files and bytes that were sent or fetched."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -354,7 +354,7 @@ def _is_below(directory: PurePosixPath, data_dir: Path) -> bool:
 
 
 def _is_as_saved(data_dir: Path, job: Path, files: Files) -> bool:
-    """By its names and sizes, and by what it was accepted as."""
+    """Compares names and sizes, and the record of its acceptance."""
     below = job.relative_to(data_dir)
     saved = {path: one for path, one in files.items() if PurePosixPath(path).is_relative_to(below.as_posix())}
     accepted = saved.get((below / layout.ACCEPTED).as_posix())

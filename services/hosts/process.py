@@ -63,7 +63,7 @@ class Died(Exception):
         super().__init__(str(death))
         self.death = death
         self.was_begun = was_begun
-        """False: what it was asked certainly had no effect."""
+        """False: the call certainly had no effect."""
 
 
 class HostReply(msgspec.Struct):

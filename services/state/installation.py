@@ -128,5 +128,5 @@ class InstallationGuard:
 
 
 def _warn(error: OSError) -> None:
-    """A full disk is no reason to end, nor not to begin."""
+    """A full disk neither ends the process nor keeps it from starting."""
     get_logger().warning("cannot say that this data directory is served", error=str(error))

@@ -15,7 +15,7 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, detail: str) -> Refused:
-        """As the server says it: the class, or one that is more exact."""
+        """The refusal in the server's words: of this class, or of a more exact one."""
         return cls(detail)
 
     def __init__(self, detail: str = "") -> None:

@@ -46,7 +46,7 @@ class Audit:
         self._append = append
 
     def begin(self) -> None:
-        """A request begins; what is changed from now on is its doing."""
+        """A request begins; changes from now on count as its own."""
         _changes.set([])
 
     async def note(self, scope: Scope, request_id: str, status: int) -> None:

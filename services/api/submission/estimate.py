@@ -73,8 +73,8 @@ def _max_replayed_steps(spec: JobSpec) -> int:
 
 
 def _max_checkpoints(spec: JobSpec) -> dict[str, int]:
-    """How many there are at a time, with the one that is being written, and what they take; without that where the
-    model's tensors are not known."""
+    """How many exist at a time, with the one being written, and their bytes; the bytes are left out if the model's
+    tensors are not known."""
     from gspo_core.plan import UnknownShape, checkpoint_bytes, read_shape  # few submissions are dry runs
 
     number = _max_num_checkpoints(spec)

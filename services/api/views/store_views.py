@@ -188,7 +188,7 @@ class PlanView(View):
     config: dict[str, Any]
     """The specification with every default spelled out."""
     warnings: list[str]
-    """What is legal but known to be wrong, and what is not there where the API looks."""
+    """Settings that are legal but known to be wrong, and files that the API does not find."""
     unchecked: list[str]
     """What only trainers and rollout workers can tell."""
     estimate: dict[str, int]

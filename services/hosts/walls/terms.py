@@ -16,9 +16,9 @@ class How(StrEnum):
     """How a path is shown."""
 
     SYSTEM = "system"
-    """Read, as far as anyone may."""
+    """Readable, if any account may read it."""
     READ = "read"
-    """Read, as far as the service may."""
+    """Readable, if the service may read it."""
     WRITE = "write"
     LINK = "link"
     EMPTY = "empty"

@@ -41,7 +41,7 @@ class WandbRun:
         self._run.log({STEP: step, **scalars})
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         if self._run is not None:
             self._run.finish()
 
