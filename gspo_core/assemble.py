@@ -50,8 +50,8 @@ class Assembler:
             episode.add(segment)
 
     def require_not_undone(self, segment: Segment) -> None:
-        """For who is given segments in the order in which they were stored: raises ConflictingSegment for one of an
-        earlier attempt than another one before it. The later attempt was undone, then, and never completes."""
+        """For callers that get segments in the order of storage: raises ConflictingSegment if this one is of an earlier
+        attempt than one before it. The later attempt was then undone, and never completes."""
         episode = self._episode(segment.key)
         if episode is not None and segment.attempt < episode.attempt:
             raise episode.conflict(segment, f"it goes on although attempt {episode.attempt} had begun")

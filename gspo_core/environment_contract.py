@@ -1,10 +1,10 @@
 """All that an episode knows about an environment, wherever it runs: ``Environment`` makes ``Session``s.
 
 Rule: what the policy's own action caused is an observation or a stop reason; whatever else goes wrong raises
-``EnvironmentFailed`` and is never a reward. No environment is implemented here.
-A reported number beyond a bound is refused by its name, and neither cut nor dropped. An author meets the bound where
-the number is reported; whoever takes numbers from a process that a policy may have reached asks ``check_all`` again.
-What a name says is nobody's to judge: it may carry whatever the environment can see, up to the bound.
+``EnvironmentFailed`` and is never a reward. No environment is implemented here. A reported number beyond a bound is
+refused by its name, and neither cut nor dropped. An author meets the bound where the number is reported; numbers from a
+process that a policy may have reached go through ``check_all`` again. What a name says is not judged: it may carry
+whatever the environment can see, up to the bound.
 """
 
 from __future__ import annotations

@@ -221,12 +221,12 @@ class AgentSpec(Documented):
     """A model that is asked for the reward, in place of any `get_reward`."""
     rewards: Literal["returned", "judge", "posted"] | None = Field(default=None, exclude_if=is_none)
     """Where rewards come from. `returned`: from the agent's end alone; `judge`: from `reward`, `judge` or `get_reward`
-    alone; `posted`: the agent may post them with the key by which it samples, so it must not be the policy's to decide
-    whether it does. Left out: whoever starts the agent may post them with a key of its own, and where nobody did, the
-    judge's, or what is returned, stands."""
+    alone; `posted`: the agent may post them with the key by which it samples, so the policy must not decide whether it
+    does. Left out: the starter of the agent may post them with a key of its own; without a posted reward the judge's or
+    the returned one counts."""
     rejected: Literal["mask", "train"] = Field(default="mask", exclude_if=lambda value: value == "mask")
-    """What becomes of the other samples where an agent asks several times and goes on from one. `mask`: they are read
-    and not trained; `train`: they get the episode's advantage like the chosen one."""
+    """What becomes of the other samples where an agent asks several times and continues one. `mask`: they are read and
+    not trained; `train`: they get the episode's advantage like the chosen one."""
     unsupported: Literal["refuse", "say"] = Field(default="refuse", exclude_if=lambda value: value == "refuse")
     """What becomes of fields of a request that are not acted on here. `refuse`: the request is, by the field's name;
     `say`: it is answered without them, and the answer's header `x-gspo-ignored` names them. What belongs to the

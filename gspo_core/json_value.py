@@ -1,7 +1,7 @@
 """``JSON``: any value that JSON can say.
 
-Rule: it stands only where the content really is anybody's, such as an environment's config or a task. Where the fields
-are known, a type names them.
+Rule: it stands only where the user defines the content, such as an environment's config or a task. Where the fields are
+known, a type names them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def main() -> None:
     _sweep()
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if os.WTERMSIG(status) != signal.SIGKILL:  # which nobody can choose to be killed by
+        if os.WTERMSIG(status) != signal.SIGKILL:  # its effect cannot be set
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(keeper, os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))

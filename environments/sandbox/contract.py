@@ -1,8 +1,8 @@
 """What a sandbox is, wherever it stands: commands with deadlines, files in and out, a snapshot, an end.
 
 Rule: paths are absolute and lie below ``root``, which is the container's own where it has one. What its machine refuses
-is ``SandboxFailed``, never the failure of a command. No process of a command outlives it. Whoever closes a sandbox, or
-is gone, leaves nothing of it behind.
+is ``SandboxFailed``, never the failure of a command. No process of a command outlives it. When its owner closes it or
+dies, nothing of a sandbox is left.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gspo_core.cli.terminal import say
 
 Row = Mapping[str, float]
 
-# What the trainer does one after the other in a step, and in an episode whoever plays it.
+# The consecutive phases of a trainer's step, and of an episode.
 OF_A_STEP = {
     "train": "trains",
     "wait": "waits for groups",

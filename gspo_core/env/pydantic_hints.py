@@ -122,7 +122,7 @@ def is_typed_dict(cls: object) -> bool:
 def _member_hints(cls: type) -> list[Any]:
     try:
         return list(typing.get_type_hints(cls, include_extras=True).values())
-    except (NameError, TypeError):  # whoever reads its members says so
+    except (NameError, TypeError):  # reported where its members are read
         return []
 
 

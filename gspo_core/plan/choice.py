@@ -1,7 +1,7 @@
 """What `auto` becomes: the settings under which a model fits a device, the fastest first.
 
-One rule: a pure function of the model, the ranks and the device's memory, so every rank and every later attempt
-chooses the same. On a CPU `auto` is always the first choice, because its memory is nobody's alone.
+One rule: a pure function of the model, the ranks and the device's memory, so every rank and every later attempt chooses
+the same. On a CPU `auto` is always the first choice, because its memory is shared.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Past:
         try:
             with (self.folder / self.batch_name(step)).open("rb") as file:
                 return not has_erased(plain_beginning(file, HEADER_BYTES))
-        except (FileNotFoundError, DamagedBatch):  # whoever reads it will say so
+        except (FileNotFoundError, DamagedBatch):  # reading it will report that
             return True
 
     def batch_name(self, step: int) -> str:

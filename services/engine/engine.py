@@ -111,7 +111,7 @@ class EmbeddedEngine:
             self.model_dir = directory
 
     async def follow_deltas(self, directories: Sequence[Path], base: str, label: str, *, flush_cache: bool) -> None:
-        """Goes on from ``base``, which it must hold. ``DeltaRefused``: nothing happened."""
+        """Applies the deltas to ``base``, which it must hold. ``DeltaRefused``: nothing happened."""
         async with self._update:
             if self.label != base:
                 raise DeltaRefused(f"the deltas build on {base}, and {self.label} is held")

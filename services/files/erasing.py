@@ -180,7 +180,7 @@ def _in_log(path: Path, at: Position, holder: str, is_doomed: Wanted, found: _Fo
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Nobody else erases in this log, here or in another process, until the block ends. Raises FileNotFoundError."""
+    """Keeps every other thread and process from erasing in this log until the block ends. Raises FileNotFoundError."""
     while True:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

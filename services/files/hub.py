@@ -43,7 +43,7 @@ class NotFetched(Exception):
 def fetch(hub: HubDir, kind: HubKind, name: HubName) -> Path:
     """The directory of ``name``, fetched unless that commit is there. Raises NotFetched, NoRoom.
 
-    Blocking, for as long as the download takes. Whoever asks meanwhile waits for it. After a crash it goes on with
+    Blocking, for as long as the download takes. Callers that ask meanwhile wait for it. After a crash it goes on with
     the files that are missing.
     """
     if name.revision is not None and (there := hub.fetched(kind, name)) is not None:

@@ -1,8 +1,8 @@
 """Questions about trained steps that were asked of the API, and their answers: ``replays/`` in a job's directory.
 
 The rule: a question is written down before it is worked on and an answer appears whole, so both outlive the process
-that works. Whoever works on a question holds a lock on its file, which ends with the process: a question without answer
-and without holder was interrupted. Of a job the newest answers are kept.
+that works. A process that works on a question holds a lock on its file, which ends with the process: a question without
+answer and without holder was interrupted. Of a job the newest answers are kept.
 """
 
 from __future__ import annotations

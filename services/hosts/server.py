@@ -153,7 +153,7 @@ class BootFailed(Exception):
 
 
 class HostKilled(BootFailed):
-    """Somebody outside ended it before it had come up: a kernel that is short of memory, or an operator."""
+    """It was killed from outside before it had come up: by a kernel that is short of memory, or by an operator."""
 
 
 class RunningHost(asyncio.Protocol):

@@ -1,10 +1,10 @@
 """The life of a service process: it runs until told to stop, drains, and exits with a status.
 
-Rule: SIGTERM and SIGINT only *ask*: they set one event, and the service leaves at a point where nothing is lost.
-A second signal, or the end of the grace period, cancels it. Nothing here knows what a service does.
-A service stays the account that it was started as: data directory, logs and sockets belong to that one, and to change
-it half-way would leave them to two. Where it is root that is said once it works, since nothing of it is given up: only
-what runs code of others becomes somebody else (the hosts behind a wall).
+Rule: SIGTERM and SIGINT only *ask*: they set one event, and the service leaves at a point where nothing is lost. A
+second signal, or the end of the grace period, cancels it. Nothing here knows what a service does. A service stays the
+account that it was started as: data directory, logs and sockets belong to that one, and to change it half-way would
+leave them to two. Where it is root that is said once it works, since nothing of it is given up: only processes that run
+others' code change theirs (the hosts behind a wall).
 """
 
 from __future__ import annotations

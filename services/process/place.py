@@ -3,7 +3,7 @@
 Rule: at most one living process holds a place; the kernel sees to that and not a file, so the death of its holder frees
 it, by whatever signal. A place is one address in one network namespace of one boot of a machine: a process that is
 started again there by ``gspo up``, by systemd or in the same pod stands where its predecessor stood. Where the kernel
-does not tell these things there is no place, and the dead are found by their leases alone. It talks to nobody.
+does not tell these things there is no place, and the dead are found by their leases alone. It sends nothing.
 """
 
 from __future__ import annotations

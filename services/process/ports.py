@@ -1,8 +1,8 @@
 """A free port for a server that is started later, in another process.
 
 A port that the kernel chose may be given away again before the server binds it: to any socket that is bound to port 0
-or connects somewhere. Those come from one range; these do not. Whoever else looks for such a port passes over one that
-was found: where the kernel lets a server bind it nevertheless (Linux), the process that found it stays bound to it.
+or connects somewhere. Those come from one range; these do not. Other searches pass over a port that was found: where
+the kernel lets a server bind it nevertheless (Linux), the process that found it stays bound to it.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Settings(BaseSettings):
 
     engine_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = ()
     """Keys of engines, ``PLACE=KEY`` each, separated by commas; PLACE is ``HOST:PORT``, ``HOST`` or ``*``, and
-    ``admin@PLACE=KEY`` is for control calls (weights, pauses, aborts) where an engine has a key apart for them. Whoever
-    speaks to an engine shows them; the embedded engine asks for its own."""
+    ``admin@PLACE=KEY`` is for control calls (weights, pauses, aborts) where an engine has a separate key for them.
+    Services send them to engines; the embedded engine asks for its own."""
 
     env_install: bool = False
     """Whether rollout workers install the requirements in an environment's file (``# /// script``), below

@@ -213,7 +213,7 @@ class Bus:
     async def erase(self, key: EpisodeKey) -> ErasedWord:
         """Delete all that was read and said in an episode, whatever its stage; it has then ended without an outcome.
 
-        Its group goes on without it. Whoever works at the episode is told ``EpisodeErased``. For any process that may.
+        Its group goes on without it. A worker that plays it is told ``EpisodeErased``. Any process may call this.
         """
         word: bytes = await self._functions.call("erase_episode", bus_keys(key.job), member_name(key))
         return ErasedWord(word.decode())
@@ -400,7 +400,7 @@ class Bus:
         return bool(await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "erased"))
 
     async def is_over(self, key: EpisodeKey) -> bool:
-        """Nobody will play it any more: it has ended, or its group or its job is settled."""
+        """It will not be played any more: it has ended, or its group or its job is settled."""
         return await self._functions.call("holder_of", bus_keys(key.job), member_name(key), "stage") in _OVER
 
     async def remember_rewards(self, key: EpisodeKey, token: str, attempt: int, said: Mapping[str, str]) -> None:
@@ -411,8 +411,8 @@ class Bus:
             some = items[first : first + ITEMS_REMEMBERED_PER_CALL]
             await self._functions.call("remember_rewards", bus_keys(key.job), token, member_name(key), attempt, *some)
 
-    # Rewards that come after their episode has ended. Whoever is sent one takes it: the key that it came with is proof,
-    # so no lease is needed. Times are Unix seconds of the caller's clock.
+    # Rewards that come after their episode has ended. The process that receives one takes it: the key that it came with
+    # is proof, so no lease is needed. Times are Unix seconds of the caller's clock.
 
     async def await_reward(self, token: str, end: Append, kept: bytes, deadline: float) -> None:
         """End an episode but for its reward. ``end`` is its last segment, used if none comes until ``deadline``.

@@ -17,7 +17,7 @@ from typing import TypeVar
 FREE_ATTEMPTS = 20.0
 ATTEMPTS_PER_S = 0.5
 MAX_KEPT = 8192
-# Nobody finds one of so many characters by trying; keys that the service makes have 61.
+# A key of so many characters cannot be found by trying; keys that the service makes have 61.
 UNGUESSABLE_CHARS = 32
 _PREFIX_CHARS = 8
 
@@ -76,7 +76,7 @@ def _sources(address: str, key: str) -> Sequence[Digest]:
 
 
 def _network(address: str) -> str:
-    """Whoever has one address of version 6 has the 2 ** 64 beside it."""
+    """The owner of one IPv6 address has the 2 ** 64 beside it."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

@@ -217,8 +217,8 @@ async def remove(id: str, context: ContextOf) -> None:
 
 @router.post("/{id}/cancel", responses=documented(409))
 async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: ContextOf) -> JobView:
-    """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once. Ask again
-    without `drain` for an end at once."""
+    """Ask for the end of a job. Its trainer brings it about; a job that no trainer has taken yet ends at once. Ask
+    again without `drain` for an end at once."""
     manner = CancelManner.of(drain=query.mode == "drain", checkpoint=query.checkpoint)
     return job_view(await wish(context, id, DesiredState.CANCELLED, manner))
 

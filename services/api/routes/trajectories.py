@@ -94,7 +94,7 @@ class DescribedView(View):
 @router.post("/environments/{index}/description", responses=documented(413, 415))
 async def describe_environment(id: str, index: int, given: Description, context: ContextOf) -> DescribedView:
     """Say how many tasks an environment has that is played outside, where no rollout worker can load it. The first
-    description of an environment holds, whoever gave it."""
+    description of an environment holds, whichever caller gave it."""
     job = await context.store.jobs.get(id)
     if not 0 <= index < len(job.spec_data.get("environments", ())):
         raise RequestRefused(404, "environment_not_found", f"the job has no environment {index}", param="index")

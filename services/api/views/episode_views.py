@@ -101,10 +101,10 @@ class EpisodeDetail(EpisodeSummary):
     """Each turn with the messages that led to it (`messages`), the policy's words (`text`, `reasoning`, `calls`), the
     place of its tokens (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling
     it, `env_s` for the environment's answer before it, `queue_s` for waiting; null where none were recorded). `parent`
-    is the turn that it goes on from, `reason` why it began a branch, `shared_tokens` how many of its first tokens an
+    is the turn that it continues, `reason` why it began a branch, `shared_tokens` how many of its first tokens an
     earlier branch has too (`messages` are the others), `tokens_read_again` how many more it read before it sampled,
-    `is_trained` false where nobody ever had the turn, or another sample was gone on from or paid. `request`
-    tells how an agent asked for it: `dialect`, `model`, `num_messages`, `num_new_messages`, `num_repeats`."""
+    `is_trained` false where the turn was never delivered, or another sample was continued or paid. `request` tells how
+    an agent asked for it: `dialect`, `model`, `num_messages`, `num_new_messages`, `num_repeats`."""
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
     evidence: dict[str, JsonValue]

@@ -36,7 +36,7 @@ _BOUNDS = (
     *("--cap-add", "CHOWN", "--cap-add", "DAC_OVERRIDE", "--cap-add", "FOWNER"),
     *("--cap-add", "SETGID", "--cap-add", "SETUID", "--cap-add", "KILL"),
 )
-# Asked to, it ends all processes but itself, until there are none: to the kernel, -1 is everybody but the first.
+# When asked, it kills all processes but itself until none is left: to the kernel, -1 is every process but the first.
 _FIRST = "echo ready; while read -r _; do while kill -9 -1 2> /dev/null; do :; done; echo ended; done"
 # Docker waits for every process that holds the output (2.4 s for 0.8, measured): leftovers are killed first.
 _OUTER = 'exec 2>&1 < /dev/null; /bin/bash -c "$1"; status=$?; kill -9 -1 2> /dev/null; exit $status'

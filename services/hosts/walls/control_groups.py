@@ -26,8 +26,8 @@ MEMORY, PROCESSES, PROCESSORS = "memory", "pids", "cpu"
 _WORDS = {MEMORY: "memory", PROCESSES: "processes", PROCESSORS: "processors"}
 MEMORY_SHARE = 0.75
 """The machine's share for all hosts: the services' part stays free, whatever environments do."""
-# Nothing is withheld that nobody else wants. In version 1 a host weighs as one thread of a service, whatever it starts;
-# in version 2, where all services are one group of 100, all hosts together weigh half of that.
+# A host is held back only where others want the processor. In version 1 a host weighs as one thread of a service,
+# whatever it starts; in version 2, where all services are one group of 100, all hosts together weigh half of that.
 _SHARES, _MOST_SHARES, _WEIGHT = 1024, 1 << 18, 50
 
 

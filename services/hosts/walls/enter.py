@@ -99,7 +99,7 @@ def _close_all_but(descriptors: list[int]) -> None:
 
 
 def _end_like(inside: int) -> None:
-    """Whoever waits for this process learns how the other one ended."""
+    """Ends this process like the one inside, so that its parent learns how that ended."""
     os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     _, status = os.waitpid(inside, 0)
     if os.WIFSIGNALED(status):

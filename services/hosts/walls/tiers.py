@@ -1,8 +1,7 @@
-"""Tiers: what stands between code that nobody trusts and the service, from nothing but a process upwards.
+"""Tiers: what stands between untrusted code and the service, from nothing but a process upwards.
 
 Rule: every tier turns a program into the program to be started in its place, and says why this machine does not offer
-it. Nobody gets a weaker tier than the operator's least one and the job's own; what cannot be had is refused, never
-replaced.
+it. No job gets a weaker tier than the operator's least one and its own; an unavailable tier is refused, never replaced.
 """
 
 from __future__ import annotations

@@ -385,8 +385,8 @@ class EnginePool:
                 await self._give_back(url, "was handed over to a job that has too few")
 
     async def _keep_bound(self, records: Iterable[EngineRecord]) -> None:
-        """An engine that was taken off the list lost its binding: it is bound again if it is listed and free, else
-        left to whoever has it now."""
+        """An engine that was taken off the list lost its binding: it is bound again if it is listed and free, else left
+        to its new owner."""
         jobs = {record.id: record.job for record in records}
         for url, engine in list(self._bound.items()):
             is_told = url in self._told  # else the latest report was refused

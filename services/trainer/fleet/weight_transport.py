@@ -149,7 +149,7 @@ class ThroughGroup:
         return f"{capabilities.group_problem}. Or use rollout.weight_transport disk"
 
     async def prepare(self, engines: Sequence[Engine], path: Path, label: str) -> None:
-        """Reads the version and lets the engines meet. Whoever does not come to the meeting is loaded from disk."""
+        """Reads the version and lets the engines meet. Engines that miss the meeting are loaded from disk."""
         members = [engine for engine in engines if engine.url not in self._failed]
         buckets = await asyncio.to_thread(buckets_in, path) if members else []
         members = await self._meet(members)

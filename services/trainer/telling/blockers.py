@@ -1,4 +1,4 @@
-"""Shows on a running job what keeps it from moving: no engine, nobody to play it, or an environment that is ill.
+"""Shows on a running job what keeps it from moving: no engine, no player, or an environment that is ill.
 
 Rule: it changes only the reason of a running job, and restores the earlier one when the blocker is over. It ends
 nothing; ``UnhealthyEnvironments`` judges when an environment has failed for good.
