@@ -8,7 +8,7 @@ alive or which engine to use.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ R = TypeVar("R", bound="msgspec.Struct")
 MIN_UNHEARD = 4
 WorkerKind: TypeAlias = Literal["rollout", "gateway"]
 """What drives the episodes that it holds: an environment, or an agent."""
+WORKER_KINDS: tuple[WorkerKind, ...] = get_args(WorkerKind)
 
 
 class UnreadableRecord(ValueError):

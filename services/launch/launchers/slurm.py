@@ -250,7 +250,7 @@ _SCRIPT = r"""#!/bin/bash
 {directives}
 # Written by `gspo launch slurm`. What it starts, and where:
 {plan}
-# Ports can be moved from outside: they are the five that follow.
+# Ports can be moved from outside: they are those that follow.
 set -euo pipefail
 : {site_ports}
 cd {project}
