@@ -28,7 +28,7 @@ class EngineState(StrEnum):
     """An engine's state according to the trainer that holds it. An unheld engine has no state.
 
     ``JOINING -> PAUSING -> LOADING -> RESUMING -> READY`` is an engine's path to new weights (``switch`` in
-    `trainer.engine_switch`); the trainer's pool publishes SWITCHING and DRAINING to other processes.
+    `services.trainer.fleet.engine_switch`); the trainer's pool publishes SWITCHING and DRAINING to other processes.
     """
 
     JOINING = "joining"
