@@ -1,1 +1,1 @@
-"""The processes (folders) and the plumbing that they share (files)."""
+"""The processes and the rooms that they share, each a folder: docs/architecture.md has what may import what."""

@@ -51,7 +51,7 @@ def encode_checkpoint(position: Position, lineage: Lineage, learner: str | None)
 
 def decode_checkpoint(data: bytes, position: Position, learner: str | None) -> Lineage:
     """The lineage in the manifest of the checkpoint at ``position``, whose learner's manifest has the sha256
-    ``learner``. Raises one of DAMAGE, UnknownFormat."""
+    ``learner``. Raises one of DAMAGE, UnknownCheckpointFormat."""
     record: CheckpointRecord = json.loads(data)
     if record.pop("sha256") != _digest(record):
         raise ValueError("the sha256 of checkpoint.json does not match: it is cut off or was changed")

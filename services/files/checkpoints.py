@@ -102,8 +102,8 @@ class CheckpointStore:
     def newest_first(self, skipped: Callable[[str, str], None] = _log_skipped) -> list[StoredCheckpoint]:
         """Complete checkpoints; damage to the tensors of one shows only when they are loaded.
 
-        ``skipped`` receives the name and the damage of each damaged one. Raises UnknownFormat; and OSError where one
-        cannot be read right now, which is no damage.
+        ``skipped`` receives the name and the damage of each damaged one. Raises UnknownCheckpointFormat;
+        and OSError where one cannot be read right now, which is no damage.
         """
         found = []
         for position in reversed(self.positions()):
@@ -142,8 +142,8 @@ class CheckpointStore:
         return intact[-1].step if len(intact) == keep else 0
 
     def is_intact(self, position: Position, check: Callable[[Path], None]) -> bool:
-        """``check`` as for ``collect``. Raises UnknownFormat; and OSError where it cannot be read right now, which is
-        no damage."""
+        """``check`` as for ``collect``. Raises UnknownCheckpointFormat; and OSError where it cannot be read right
+        now, which is no damage."""
         try:
             self._read(position)
             files = frozenset(self.describe(position).files)
@@ -166,7 +166,7 @@ class CheckpointStore:
             return False
 
     def _read(self, position: Position) -> Lineage:
-        """The lineage in a checkpoint. Raises UnknownFormat, OSError, one of DAMAGE."""
+        """The lineage in a checkpoint. Raises UnknownCheckpointFormat, OSError, one of DAMAGE."""
         return lineage_of(position, self._storage.read)
 
     def begin_epoch(self, epoch: int, parent: Position) -> None:

@@ -3,7 +3,7 @@
 The rule: no other module builds a path below the data directory. It opens and creates nothing. ``venvs`` and ``redis``
 go as a whole to the modules that fill them, which name their content.
 
-    jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   engine.port   installation.json   served.json
+    jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   PROCESS.port   installation.json   served.json
     logs/   venvs/   redis/   models/   demo/   hub/models/   hub/datasets/
 """
 
@@ -98,19 +98,9 @@ class DataDir:
         """A run of the demonstration: a data directory of its own."""
         return self.path / "demo"
 
-    @property
-    def engine_port(self) -> Path:
-        """Holds the port of the engine that was started here, for the next start."""
-        return self.engine_port_of(0)
-
-    def engine_port_of(self, index: int) -> Path:
-        """The same where several engines were started here."""
-        return self.path / (f"engine-{index}.port" if index else "engine.port")
-
-    @property
-    def gateway_port(self) -> Path:
-        """The same of the gateway: agents elsewhere know its address."""
-        return self.path / "gateway.port"
+    def port_of(self, process: str, index: int = 0) -> Path:
+        """Holds the port of a process that was started here, for the next start: others know its address."""
+        return self.path / (f"{process}-{index}.port" if index else f"{process}.port")
 
     def model(self, name: str) -> Path:
         """A model that was made here."""

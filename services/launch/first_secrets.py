@@ -4,8 +4,8 @@ Rule: existing secrets stay, also the address of a Redis that somebody else runs
 directory with only the secrets it needs. Redis and the environments service get digests. Files are named like settings,
 for ``GSPO_SECRETS_DIR``.
 
-``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
-ROOT/{api,engine,trainer,rollout,gateway,environments}/gspo_*.
+``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl, and ROOT/PROCESS/gspo_* for each process that
+reads such a setting (``topology``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pydantic import SecretStr
 
 from services.engines.keys import EngineKeys, KeyPair
 from services.files.data_dir import SecretsDir
+from services.launch.topology import ENGINE, TRAINER, readers
 from services.state.roles import USERS, UnsuitablePassword, acl_file
 
 KEY_BYTES = 32
@@ -30,7 +31,7 @@ REDIS = "redis:6379"
 ENGINE_CONFIG = "sglang.yaml"
 # For health checks: unauthenticated clients may ping and do nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
-ROLES = ("api", "trainer", "rollout", "gateway")
+ROLES = readers("redis_url")
 DASHED = (
     "services.launch.first_secrets: a key of engines begins with a dash, with which SGLang does not start. For "
     "new ones remove {root}/rollout/gspo_engine_keys and {root}/trainer/gspo_engine_keys, run this again, and start "
@@ -85,23 +86,21 @@ def _for_callers(place: SecretsDir) -> dict[Path, str]:
     shown = _there(token) or secrets.token_urlsafe(KEY_BYTES)
     return {
         key: _there(key) or f"gspo-{secrets.token_urlsafe(KEY_BYTES)}",
-        token: shown,
-        place.secret("gateway", "gspo_env_token"): shown,
+        **{place.secret(role, "gspo_env_token"): shown for role in readers("env_token")},
         place.secret("environments", "gspo_env_token_sha256"): hashlib.sha256(shown.encode()).hexdigest(),
     }
 
 
 def _for_engines(place: SecretsDir) -> dict[Path, str]:
-    """Workers and gateways only use engines: the key for control is the trainer's."""
+    """Who plays episodes only uses engines: the key for control is the trainer's."""
     rollout, trainer = (place.secret(role, "gspo_engine_keys") for role in ("rollout", "trainer"))
     use = _there(rollout) or f"*={_engine_key()}"
     both = _there(trainer) or f"{use},admin@*={_engine_key()}"
     keys = EngineKeys.read(map(SecretStr, both.split(","))).for_engine("http://engine")
+    control = (ENGINE.name, TRAINER.name)
     return {
-        rollout: use,
-        place.secret("gateway", "gspo_engine_keys"): use,
-        trainer: both,
-        place.secret("engine", "gspo_engine_keys"): both,
+        rollout: use,  # first: the trainer's are made of it
+        **{place.secret(role, "gspo_engine_keys"): both if role in control else use for role in readers("engine_keys")},
         place.secret("engine", ENGINE_CONFIG): _engine_config(keys),
     }
 

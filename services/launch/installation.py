@@ -103,9 +103,12 @@ class Installation:
             "engine_urls": ",".join(self.engine_url(one) for one in self.engines()),
             "api_host": ANYWHERE,
             "api_port": str(self.ports.api),
-            "gateway_bind": f"{ANYWHERE}:{self.ports.gateway}",
-            "gateway_url": f"http://{self.hosts[0]}:{self.ports.gateway}",
         }
+        for one in topology.PROCESSES:
+            if one.bind is not None:
+                settings[one.bind] = f"{ANYWHERE}:{getattr(self.ports, one.name)}"
+            if one.url is not None:
+                settings[one.url] = f"http://{self.hosts[0]}:{getattr(self.ports, one.name)}"
         if process.has_secrets:
             settings["secrets_dir"] = str(self.data_dir.secrets.of(process.name))
         own = self.engine.environment if process is topology.ENGINE and self.engine is not None else {}

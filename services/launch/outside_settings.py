@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from gspo_core.cli.command import CommandError
+from services.launch.topology import PROCESSES
 from services.process.settings import PREFIX, SettingsError, load_settings
 
 _SECRETS = "the stack makes its own secrets below --data-dir"
@@ -20,8 +21,8 @@ DECIDED = {
     "engine_urls": "the stack starts its own engines",
     "api_host": "the launcher chooses where its API listens",
     "api_port": "ports are moved with --ports, or by the variables in the batch script",
-    "gateway_bind": "the launcher chooses where its gateway listens",
-    "gateway_url": "the launcher says where its gateway is",
+    **{one.bind: f"the launcher chooses where its {one.name} listens" for one in PROCESSES if one.bind},
+    **{one.url: f"the launcher says where its {one.name} is" for one in PROCESSES if one.url},
     "health_file": "that is for one process, and a launcher starts several",
 }
 """Each with who decides it."""

@@ -1,4 +1,4 @@
-"""The five ports of an installation as one word of a command line."""
+"""The ports of an installation as one word of a command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from services.launch.topology import ENGINE, TRAINER
 
 NAMES = tuple(one.name for one in fields(Ports))
 DEFAULT = ",".join(str(getattr(Ports(), name)) for name in NAMES)
+HELP = f"for {', '.join(NAMES)}"
 _COUNTED = {"engine": ENGINE, "ranks": TRAINER}
 _PORT = re.compile(r"[0-9]{1,5}")
 
@@ -21,7 +22,7 @@ def read(text: str, members: Sequence[Member] = ()) -> Ports:
     """``members``: those that get the ports. Raises CommandError."""
     words = text.split(",")
     if len(words) != len(NAMES) or not all(map(_PORT.fullmatch, words)):
-        raise CommandError(f"--ports {text}: say {len(NAMES)} numbers, for {', '.join(NAMES)}")
+        raise CommandError(f"--ports {text}: say {len(NAMES)} numbers, {HELP}")
     ports = Ports(*map(int, words))
     owners: dict[int, str] = {}
     for name in NAMES:

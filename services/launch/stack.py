@@ -164,12 +164,14 @@ class Stack:
         self._redis: RedisServer | None = None
         self._api_port = 0
         self._engine_ports: list[int] = []
-        self._gateway_port = 0
-        self._gateway_door: socket.socket | None = None
-        """Where it listens, also while a gateway starts again: who comes then waits, and is not refused."""
+        self._doors: dict[str, socket.socket] = {}
+        """Where a process listens, also while it starts again: who comes then waits, and is not refused."""
+        self._binds: dict[str, str] = {}
+        """The settings that say so."""
+        self._taken: set[int] = set()
+        """Ports of what is started here."""
         self.api_url = ""
         self.engine_url = ""
-        self.gateway_url = ""
         self.redis_url = ""
 
     def __enter__(self) -> Self:
@@ -192,25 +194,37 @@ class Stack:
         self._start_redis()
         self._api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{self._api_port}"
-        self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but={self._api_port})
-        self._gateway_door = listen(LOOPBACK, self._gateway_port, "GSPO_DATA_DIR/gateway.port")
-        self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"
+        self._taken.add(self._api_port)
+        binds = {one.bind: one for one in self.processes() if one.bind is not None}
+        for setting, process in binds.items():
+            port = self._own_port(process)
+            self._doors[process.name] = listen(LOOPBACK, port, f"GSPO_DATA_DIR/{process.name}.port")
+            self._binds[setting] = f"{LOOPBACK}:{port}"
         self.engine_url = ",".join(config.engine_urls or self._own_engines(members))
         for member in members:
             self._start_member(member)
         self._wait_until_answering(f"{self.api_url}{topology.API_HEALTH.live}", topology.API.name)
-        self._wait_until_answering(f"{self.gateway_url}{topology.GATEWAY_HEALTH.live}", topology.GATEWAY.name)
+        for setting, process in binds.items():
+            assert isinstance(process.health, topology.HttpHealth)
+            self._wait_until_answering(f"http://{self._binds[setting]}{process.health.live}", process.name)
         for url in self.engine_url.split(","):
             self._wait_until_ready(url)
 
+    @property
+    def gateway_url(self) -> str:
+        return f"http://{self._binds['gateway_bind']}"
+
+    def _own_port(self, process: Process, index: int = 0) -> int:
+        """The same at each start, where nothing else has it."""
+        port = kept_port(DataDir(self.config.data_dir).port_of(process.name, index), but=self._taken)
+        self._taken.add(port)
+        return port
+
     def _own_engines(self, members: Sequence[Member]) -> list[str]:
         """Take a port for each engine that is started here; their addresses."""
-        taken = {self._api_port, self._gateway_port}
         for member in members:
             if member.process is topology.ENGINE:
-                port = kept_port(DataDir(self.config.data_dir).engine_port_of(member.index), but=taken)
-                taken.add(port)
-                self._engine_ports.append(port)
+                self._engine_ports.append(self._own_port(member.process, member.index))
         scheme = "http" if self.config.engine is None else self.config.engine.scheme
         return [f"{scheme}://{LOOPBACK}:{port}" for port in self._engine_ports]
 
@@ -220,9 +234,8 @@ class Stack:
             self._start_engine(member, environment)
         elif member.ranks > 1:
             self._start_ranks(member, environment)
-        elif member.process is topology.GATEWAY:
-            assert self._gateway_door is not None
-            fd = self._gateway_door.fileno()
+        elif (door := self._doors.get(member.process.name)) is not None:
+            fd = door.fileno()
             self._spawn(member.process.name, ["--fd", str(fd)], environment, name=member.name, fds=[fd])
         else:
             self._spawn(member.process.name, [], environment, name=member.name)
@@ -279,7 +292,7 @@ class Stack:
             "engine_urls": self.engine_url,
             "api_host": self.config.host,
             "api_port": str(self._api_port),
-            "gateway_bind": f"{LOOPBACK}:{self._gateway_port}",
+            **self._binds,
         }
         return {
             **os.environ,
@@ -394,9 +407,8 @@ class Stack:
             raise
         finally:
             self._children.clear()
-            if self._gateway_door is not None:
-                self._gateway_door.close()
-                self._gateway_door = None
+            while self._doors:
+                self._doors.popitem()[1].close()
             if self._redis is not None:
                 with without_interrupts():
                     self._redis.close()

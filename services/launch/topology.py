@@ -146,6 +146,20 @@ class Process:
         """Environment variables for the entries of ``values`` (field name: value) that this process reads."""
         return {SETTING_PREFIX + name.upper(): value for name, value in values.items() if name in self.reads}
 
+    @property
+    def bind(self) -> str | None:
+        """The setting with the ``HOST:PORT`` that it binds. Where whoever starts it listens there, ``--fd``."""
+        return self._own_setting("bind")
+
+    @property
+    def url(self) -> str | None:
+        """The setting with the URL under which it is reached."""
+        return self._own_setting("url")
+
+    def _own_setting(self, what: str) -> str | None:
+        name = f"{self.name}_{what}"
+        return name if name in self.reads else None
+
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
     return values[word[1:-1]] if word.startswith("{") and word.endswith("}") else word
@@ -371,6 +385,11 @@ def processes(site: Site, *, has_engines: bool = False) -> tuple[Process, ...]:
 def find(name: str) -> Process:
     """Raises StopIteration for an unknown name."""
     return next(one for one in PROCESSES if one.name == name)
+
+
+def readers(setting: str) -> tuple[str, ...]:
+    """The processes that read it, in start order."""
+    return tuple(one.name for one in PROCESSES if setting in one.reads)
 
 
 def leaving_s(site: Site) -> int:

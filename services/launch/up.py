@@ -34,6 +34,7 @@ from services.launch.placement_options import check_engine, chosen_engine
 from services.launch.retired import retired_names
 from services.launch.stack import Stack, StackConfig, StackError, check_place, check_port, terminate_as_interrupt
 from services.launch.supervisor import Supervisor
+from services.launch.topology import PROCESSES
 from services.process.children import die_with_parent
 from services.process.own_secrets import hide_secrets
 from services.process.settings import (
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 CHECK_S = 0.5
 NOT_OBEYED = {
     "api_host": "gspo up listens on loopback alone",
-    "gateway_bind": "gspo up chooses where its gateway listens",
+    **{one.bind: f"gspo up chooses where its {one.name} listens" for one in PROCESSES if one.bind},
     "health_file": "that is for one process, and gspo up starts several",
 }
 """Settings of single processes that would otherwise be overruled without a word."""

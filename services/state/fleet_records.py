@@ -8,7 +8,7 @@ alive or which engine to use.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ R = TypeVar("R", bound="msgspec.Struct")
 MIN_UNHEARD = 4
 WorkerKind: TypeAlias = Literal["rollout", "gateway"]
 """What drives the episodes that it holds: an environment, or an agent."""
+WORKER_KINDS: tuple[WorkerKind, ...] = get_args(WorkerKind)
 
 
 class UnreadableRecord(ValueError):
@@ -27,7 +28,7 @@ class EngineState(StrEnum):
     """An engine's state according to the trainer that holds it. An unheld engine has no state.
 
     ``JOINING -> PAUSING -> LOADING -> RESUMING -> READY`` is an engine's path to new weights (``switch`` in
-    `trainer.engine_switch`); the trainer's pool publishes SWITCHING and DRAINING to other processes.
+    `services.trainer.fleet.engine_switch`); the trainer's pool publishes SWITCHING and DRAINING to other processes.
     """
 
     JOINING = "joining"

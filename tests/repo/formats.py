@@ -144,7 +144,7 @@ def _layout() -> list[str]:
     at, data = Position(1, 2), data_dir.DataDir(Path())
     job = JobDir(data.jobs.path / "job")
     environments, keys = data.environments, data.keys
-    paths = [data.audit, data.redis, data.venvs, data.logs, data.engine_port, data.model("m"), data.demo]
+    paths = [data.audit, data.redis, data.venvs, data.logs, data.port_of("engine"), data.model("m"), data.demo]
     paths += [environments.record("e", 1), environments.removed("e", 1), environments.report("e", 1, 2)]
     paths += [environments.upload("d"), keys.record("k"), keys.revoked("k")]
     paths += [job.accepted, job.status(1), job.environment(0), job.version_record(1), job.metrics, job.tensorboard]

@@ -54,6 +54,21 @@ def test_tables_that_name_files_were_read() -> None:
     assert len(ROWS) > 60
 
 
+def test_the_life_of_a_token_is_short() -> None:
+    """Of the path that must never lose, repeat or relabel anything."""
+    path, *_ = tables(section("The life of a token"))
+    assert [int(row["#"]) for row in path] == list(range(1, len(path) + 1))
+    assert len({row["file"] for row in path}) <= 25
+
+
+def test_files_are_about_as_long_as_the_page_says() -> None:
+    said = re.findall(r"\(((?:`[\w/.]+`(?:, )?)+); some (\d+) lines\)", PAGE)
+    assert len(said) >= 4
+    for files, number in said:
+        num_lines = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"`(.*?)`", files))
+        assert abs(num_lines - int(number)) <= int(number) / 10, files
+
+
 def test_the_rooms_of_the_page_are_those_of_the_tree() -> None:
     rows = [row for table in tables(section("The rooms")) for row in table]
     named = [row["room"].strip("`").replace("/", ".") for row in rows]

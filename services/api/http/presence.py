@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from services.process.cancelling import cancel_all
 from services.state.client import Away
-from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
+from services.state.fleet_records import WORKER_KINDS, EngineRecord, TrainerRecord, WorkerKind, WorkerRecord
 from services.state.leases import BeatWatch
 from services.state.store import Store
 
 LOOKS_PER_LEASE = 5
-Role = Literal["trainer", "rollout", "gateway", "engine"]
-ROLES: tuple[Role, ...] = ("trainer", "rollout", "gateway", "engine")
+Role = Literal["trainer", WorkerKind, "engine"]
+ROLES: tuple[Role, ...] = get_args(Role)
 AnyRecord = TrainerRecord | WorkerRecord | EngineRecord
 
 
@@ -41,7 +41,7 @@ class RegisteredProcess:
             case TrainerRecord():
                 return "trainer"
             case WorkerRecord():
-                return "gateway" if self.record.kind == "gateway" else "rollout"
+                return next((kind for kind in WORKER_KINDS if kind == self.record.kind), "rollout")
         return "engine"
 
     @property

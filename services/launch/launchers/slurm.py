@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gspo_core.cli.command import CommandError
 from services.launch import placement_options, slurm_run, topology
+from services.launch.crew import SLACK_S
 from services.launch.engine_command import find_sglang
 from services.launch.installation import CODE
 from services.launch.outside_settings import refuse_decided
@@ -28,8 +29,6 @@ from services.launch.slurm_steps import check_log_path
 from services.launch.topology import Site
 
 HELP = "write a batch script that runs the stack over an allocation"
-# Extra shutdown time for signals and steps.
-SLACK_S = 60
 # Slurm signals up to a minute early, and processes take a while to start.
 LEAST_RUN_S = 300
 # For the script itself and the follower of the job, on the first node.
@@ -155,7 +154,7 @@ def _directives(arguments: argparse.Namespace, members: Sequence[Member]) -> lis
         )
     if arguments.mem is not None and megabytes(arguments.mem) < memory:
         raise PlacementError(f"a node's processes need {memory} MB, more than --mem {arguments.mem}")
-    lead_s = topology.leaving_s(Site.BATCH) + SLACK_S
+    lead_s = topology.leaving_s(Site.BATCH) + SLACK_S * len({one.process.name for one in members})
     limit_s, least_s = _seconds(arguments.time), lead_s + LEAST_RUN_S
     if limit_s and limit_s < least_s:
         raise PlacementError(
@@ -250,7 +249,7 @@ _SCRIPT = r"""#!/bin/bash
 {directives}
 # Written by `gspo launch slurm`. What it starts, and where:
 {plan}
-# Ports can be moved from outside: they are the five that follow.
+# Ports can be moved from outside: they are those that follow.
 set -euo pipefail
 : {site_ports}
 cd {project}

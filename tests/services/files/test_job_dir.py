@@ -84,7 +84,8 @@ def test_what_lies_beside_the_jobs_lies_where_it_lay() -> None:
         "logs": data.logs,
         "venvs": data.venvs,
         "redis/server.log": data.redis_log,
-        "engine.port": data.engine_port,
+        "engine.port": data.port_of("engine"),
+        "engine-1.port": data.port_of("engine", 1),
         "models/tiny": data.model("tiny"),
         "demo": data.demo,
     }

@@ -201,7 +201,7 @@ def test_a_second_stack_of_a_directory_says_so_and_leaves_the_ports_of_the_first
     data_dir = DataDir(tmp_path)
     with contextlib.ExitStack() as first:
         first.enter_context(RedisServer.spawn(data_dir.redis))
-        kept = (data_dir.gateway_port, data_dir.engine_port_of(0))
+        kept = (data_dir.port_of("gateway"), data_dir.port_of("engine"))
         for file in kept:
             server = first.enter_context(socket.create_server(("127.0.0.1", 0)))
             file.write_text(f"{server.getsockname()[1]}\n")
