@@ -126,6 +126,13 @@ def test_ranks_that_could_not_reach_each_other_say_nothing_of_the_job() -> None:
     assert not is_of_the_lines(RuntimeError("CUDA out of memory")), "that is an answer"
 
 
+def test_why_a_rank_failed_is_told_where_the_first_one_waited_for_it_in_vain() -> None:
+    ranks, lines = followers()
+    lines[COMMANDS].problem = RankProblem("BatchLogNotFound", "there is no log")
+    with pytest.raises(RanksLost, match=r"^rank 1: BatchLogNotFound: there is no log; rank 0 on .* failed: gloo/"):
+        ranks.run(Step([]), fails(RuntimeError("gloo/transport: timed out")))
+
+
 def test_what_is_not_done_together_may_fail_on_one_rank() -> None:
     ranks, lines = followers()
     lines[COMMANDS].problem = RankProblem("InvalidState", "it is damaged")
