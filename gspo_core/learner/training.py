@@ -34,6 +34,9 @@ from gspo_core.learner.ranks import Ranks
 from gspo_core.learner.routing import Routes, RoutingReplay
 from gspo_core.learner.trust_region import StepStart, hold_step, mean_k3
 from gspo_core.learner_config import LIVE_RATES, LearnerConfig
+from gspo_core.log.batches import LoggedBatch
+from gspo_core.log.sequences import TrainBatch
+from gspo_core.log.steps import logged_sequences
 from gspo_core.objective import (
     Alarm,
     Checks,
@@ -110,6 +113,11 @@ class Learner:
             is_fused=config.fused_optimizer,
             on_host=self._settled.offload_moments is True,
         )
+
+    def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Train on a batch as it was logged; also returns what was made of it. Raises ErasedStep."""
+        train = logged_sequences(batch, self.objective.advantage)
+        return train, self.step(train.sequences)
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train on one batch: `objective.minibatches` updates, each on its share of the sequences."""

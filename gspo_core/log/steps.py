@@ -6,13 +6,11 @@ the same weights. Pure but for the learner that it is handed; which steps come w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.batch import TrainSequence
 from gspo_core.log.batches import LoggedBatch, require_whole
 from gspo_core.log.lineage import Lineage
 from gspo_core.log.sequences import TrainBatch, data_metrics, train_batch
@@ -24,7 +22,7 @@ from gspo_core.spec import JobSpec
 class StepLearner(Tunable, Protocol):
     """The part of a learner that trains a step."""
 
-    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]: ...
+    def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]: ...
 
 
 def train_again(learner: StepLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> dict[str, float]:
@@ -43,9 +41,8 @@ def train_again(learner: StepLearner, lineage: Lineage, batch: LoggedBatch, tuni
 def train_on(learner: StepLearner, batch: LoggedBatch, spec: JobSpec) -> tuple[TrainBatch, dict[str, float]]:
     """Take the step of ``batch`` with the settings that the learner has: the one way in which a step is trained, for
     the first time or again. Returns its input, and what it reports. Raises ErasedStep."""
-    train = logged_sequences(batch, spec.objective.advantage)
-    metrics = data_metrics(train, batch.groups, spec.rollout.staleness_cap)
-    return train, metrics | learner.step(train.sequences)
+    train, metrics = learner.logged_step(batch)
+    return train, data_metrics(train, batch.groups, spec.rollout.staleness_cap) | metrics
 
 
 def logged_sequences(batch: LoggedBatch, config: AdvantageConfig) -> TrainBatch:

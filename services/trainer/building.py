@@ -18,6 +18,7 @@ from services.engines.protocol import Connect
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.data_dir import DataDir
+from services.files.job_dir import JobDir
 from services.files.weight_deltas import write_delta
 from services.files.weights import WeightStore
 from services.process.settings import Settings
@@ -114,10 +115,11 @@ def make_learner(spec: JobSpec) -> Learner:
     )
 
 
-def make_ranked_learner(spec: JobSpec, place: RankPlace, followers: Followers) -> RankedLearner:
+def make_ranked_learner(spec: JobSpec, job: JobDir, place: RankPlace, followers: Followers) -> RankedLearner:
     return RankedLearner(
         followers,
         place,
+        job,
         Path(spec.model),
         learner_config(spec),
         spec.training_objective,

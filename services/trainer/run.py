@@ -221,11 +221,10 @@ class JobRun:
                 "equal, and objective.advantage.zero_variance is drop",
             )
         extra: BatchExtra = {**logged.extra, "settings": tuning.logged(), "computed": computing(self._spec)}
-        await self._disk.write(
-            f"the batch of step {logged.step}", log.write, epoch, logged.step, list(logged.groups), extra
-        )
-        batch, metrics = await asyncio.to_thread(train_on, learner, logged, self._spec)
-        settle(self._lineage, logged)
+        own = replace(logged, epoch=epoch, extra=extra)
+        await self._disk.write(f"the batch of step {own.step}", log.write, epoch, own.step, own.groups, extra)
+        batch, metrics = await asyncio.to_thread(train_on, learner, own, self._spec)
+        settle(self._lineage, own)
         self._lineage.num_published -= len(logged.groups)  # counted when they are
         metrics |= {"time/train_s": clock() - started, "settings/version": float(tuning.version)}
         await self._hand_on(learner, batch, metrics, len(logged.groups))

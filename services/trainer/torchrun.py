@@ -50,7 +50,7 @@ class RankedAttempts:
         return True
 
     async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        loop = asyncio.get_running_loop()
+        loop, job = asyncio.get_running_loop(), DataDir(self._settings.data_dir).jobs.job(claim.job_id)
         threads = ThreadPoolExecutor(thread_name_prefix="attempt")
         loop.set_default_executor(threads)
         try:
@@ -59,7 +59,7 @@ class RankedAttempts:
                 claim,
                 stop,
                 leaving,
-                make=lambda spec: make_ranked_learner(spec, self._place, self._followers),
+                make=lambda spec: make_ranked_learner(spec, job, self._place, self._followers),
                 check=self._followers.check,
             )
         finally:

@@ -1,6 +1,7 @@
 """The first rank's calls to the others, as bytes: msgpack, with arrays as raw buffers.
 
-Rule: a message carries everything a rank needs to do the same as the first, and nothing executable.
+Rule: a message carries or names everything a rank needs to do the same as the first, and nothing executable. What lies
+in the shared directory is named: a step is its batch log.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ARRAYS = {
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ``TrainSequence`` in wire form."""
+    """A ``TrainSequence`` in wire form, to be scored: that is in no log, or not yet."""
 
     arrays: dict[str, bytes]
     advantages: float | bytes
@@ -57,6 +58,8 @@ class Look(RankCall):
 class Build(RankCall):
     """Build a learner, replacing the previous one."""
 
+    job: str
+    """The job's directory."""
     model: str
     config: bytes
     objective: bytes
@@ -65,7 +68,10 @@ class Build(RankCall):
 
 
 class Step(RankCall):
-    sequences: list[Wire]
+    """Train on the batch that the first rank has logged."""
+
+    epoch: int
+    step: int
 
 
 class Logprobs(RankCall):

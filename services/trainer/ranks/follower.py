@@ -7,6 +7,7 @@ so, and with an error if the first rank is gone or this rank alone failed a call
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from gspo_core.learner import Copy, Learner
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.objective_config import ObjectiveConfig
+from services.files.batch_log import BatchLog, BatchLogNotFound, LoggedBatch
+from services.files.job_dir import JobDir
 from services.process.telemetry import get_logger
 from services.trainer.ranks.calls import (
     COMMANDS,
@@ -36,6 +39,11 @@ from services.trainer.ranks.calls import (
 from services.trainer.ranks.followers import AFTER_FAILURE_S, PATIENCE_S
 from services.trainer.ranks.lines import RankLine, RankPlace, RankProblem
 
+# A client of NFS goes for up to a minute by what it last heard of a directory (acdirmax).
+SEEN_WITHIN_S = 60.0
+_LOOK_S = 0.1
+_SHARED = "all ranks must share the same GSPO_DATA_DIR"
+
 
 class FirstRankLost(Exception):
     """The first rank is gone, or has dropped this one."""
@@ -46,6 +54,8 @@ class Follower:
         self._lines = lines
         self._place = place
         self._learner: Learner | None = None
+        self._log: BatchLog
+        """The job's, since ``Build``."""
         self._load: Callable[[], None] | None = None
         self._copies: dict[int, Copy] = {}
 
@@ -106,7 +116,7 @@ class Follower:
             case Build():
                 self._build(call)
             case Step():
-                self._held.step(from_wire(call.sequences))
+                self._held.logged_step(read_logged(self._log, call))
             case Logprobs():
                 self._held.logprobs(from_wire(call.sequences), sampled_only=call.sampled_only)
             case Retune():
@@ -127,7 +137,7 @@ class Follower:
                 self._drop()
             case Look():
                 if not Path(call.path).exists():
-                    raise FileNotFoundError(f"{call.path} does not exist: all ranks must share the same GSPO_DATA_DIR")
+                    raise FileNotFoundError(f"{call.path} does not exist: {_SHARED}")
 
     @property
     def _held(self) -> Learner:
@@ -137,12 +147,26 @@ class Follower:
     def _build(self, call: Build) -> None:
         self._drop()
         config, objective = _configs(call)
+        self._log = BatchLog(JobDir(Path(call.job)))
         device = self._place.enter(call.device)
         self._learner = Learner(Path(call.model), config, objective, seed=call.seed, device=device)
 
     def _drop(self) -> None:
         self._learner = self._load = None
         self._copies.clear()
+
+
+def read_logged(log: BatchLog, call: Step, *, within_s: float = SEEN_WITHIN_S) -> LoggedBatch:
+    """The batch that the first rank has written, as soon as this machine sees it. Raises DamagedBatchLog,
+    BatchLogNotFound."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return log.read(call.epoch, call.step)
+        except BatchLogNotFound as error:
+            if time.monotonic() > deadline:
+                raise BatchLogNotFound(f"{error}, {within_s:g} s after the first rank wrote it: {_SHARED}") from error
+        time.sleep(_LOOK_S)
 
 
 def _configs(call: Build | Retune) -> tuple[LearnerConfig, ObjectiveConfig]:

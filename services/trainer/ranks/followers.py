@@ -156,7 +156,8 @@ class Followers:
         if failure is not None and (not together or (is_alike and not is_of_the_lines(failure))):
             raise failure  # the same on all ranks, or harmless to them
         if failure is not None:
-            raise self._lose(f"rank 0 on {socket.gethostname()} failed alone: {failure}") from failure
+            first = f"rank 0 on {socket.gethostname()} failed: {failure}"
+            raise self._lose(f"{_told(problems)}; {first}" if problems else first) from failure
         if problems and not together:
             numbers = [one.errno for one in problems.values() if one.errno is not None]
             raise OSError(numbers[0], _told(problems)) if numbers else ValueError(_told(problems))

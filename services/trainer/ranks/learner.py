@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Copy, Learner
 from gspo_core.learner_config import LearnerConfig
+from gspo_core.log.batches import LoggedBatch
+from gspo_core.log.sequences import TrainBatch
 from gspo_core.objective import Alarm
 from gspo_core.objective_config import ObjectiveConfig
+from services.files.job_dir import JobDir
 from services.trainer.ranks.calls import (
     STATE,
     WEIGHTS,
@@ -51,7 +54,7 @@ class AnyLearner(Protocol):
     def alarms(self) -> list[Alarm]: ...
     @property
     def trained_logprobs(self) -> list[NDArray[np.float32]]: ...
-    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]: ...
+    def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]: ...
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None: ...
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False
@@ -81,6 +84,7 @@ class RankedLearner:
         self,
         followers: Followers,
         place: RankPlace,
+        job: JobDir,
         model_dir: Path,
         config: LearnerConfig,
         objective: ObjectiveConfig,
@@ -93,7 +97,7 @@ class RankedLearner:
         self._dropped: list[int] = []
         """Copies no longer referenced here."""
         self._own: Learner
-        call = Build(str(model_dir), _bytes(config), _bytes(objective), seed, device)
+        call = Build(str(job.path), str(model_dir), _bytes(config), _bytes(objective), seed, device)
 
         def build() -> None:
             self._own = Learner(model_dir, config, objective, seed=seed, device=place.enter(device))
@@ -108,8 +112,9 @@ class RankedLearner:
     def trained_logprobs(self) -> list[NDArray[np.float32]]:
         return self._own.trained_logprobs
 
-    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        return self._followers.run(Step(to_wire(sequences)), lambda: self._own.step(sequences))
+    def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """``batch`` is in the job's batch log, where the others read it."""
+        return self._followers.run(Step(batch.epoch, batch.step), lambda: self._own.logged_step(batch))
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:
         call = Logprobs(to_wire(sequences), sampled_only)

@@ -10,19 +10,26 @@ import json
 import pickle
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import distributed_c10d
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from gspo_core import codec
+from gspo_core.log.batches import BatchExtra, LoggedBatch
 from gspo_core.log.settings import learner_config
 from gspo_core.spec import JobSpec
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
+from services.files.batch_log import BatchLog
 from services.files.data_dir import DataDir
+from services.files.job_dir import JobDir
 from services.state.client import connect
 from services.trainer.building import make_ranked_learner
 from services.trainer.ranks.calls import LINES
@@ -30,7 +37,7 @@ from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import RankedLearner
 from services.trainer.ranks.lines import RankPlace, meet
-from tests.core.learner_support import make_sequences
+from tests.core.learner_support import VOCABULARY, make_sequences
 from tests.services.trainer.loop_kit import (
     Fate,
     Loop,
@@ -43,7 +50,14 @@ from tests.services.trainer.loop_kit import (
 )
 
 # Nothing of what was made up is far enough from the policy to be left out.
-OPEN = {"minibatches": 2, "k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
+OPEN = {
+    "minibatches": 2,
+    "k3_gate": None,
+    "outlier_gate": None,
+    "off_policy_gate": None,
+    "advantage": {"turn_reward_weight": 0.5},
+}
+NUM_EPISODES = 7
 
 
 def spec_of(root: Path, **changes: Any) -> JobSpec:
@@ -54,8 +68,48 @@ def refuse(*_: object, **__: object) -> NoReturn:
     raise AssertionError("objects are pickled between ranks")
 
 
-def batch(number: int) -> list[Any]:
-    return make_sequences(7, seed=number, per_token_advantages=number % 2 == 1)
+def refuse_others(original: Callable[..., bytes]) -> Callable[..., bytes]:
+    """The loop's player alone makes bytes of segments. It lives in the main thread; the trainer works in others."""
+
+    def meta_bytes(segment: Segment, schema: int) -> bytes:
+        assert threading.current_thread() is threading.main_thread(), f"{segment.key} is encoded a second time"
+        return original(segment, schema)
+
+    return meta_bytes
+
+
+def episode(number: int, member: int, dice: np.random.Generator) -> Trajectory:
+    """Two turns, sampled by two versions; of some members a turn is paid."""
+    segments = []
+    for turn in range(2):
+        ids = dice.integers(0, VOCABULARY, int(dice.integers(9, 25)))
+        acts = np.arange(len(ids)) >= 7
+        segments.append(
+            Segment(
+                key=EpisodeKey("job_a", number, member),
+                attempt=0,
+                branch=0,
+                index=turn,
+                turn=turn,
+                version=turn,
+                temperature=0.7 if member % 3 else 1.0,
+                engine_id="engine",
+                token_ids=ids.astype(np.int32),
+                action_mask=acts,
+                behavior_logprobs=np.where(acts, -4.0, 0.0).astype(np.float32),
+                turn_reward=float(dice.random()) if member % 2 else None,
+                outcome=Outcome(StopReason.COMPLETED, float(dice.random())) if turn else None,
+            )
+        )
+    return Trajectory(tuple(segments))
+
+
+def batch(number: int) -> LoggedBatch:
+    """What is logged as step ``number`` of epoch 1."""
+    dice = np.random.default_rng(number)
+    episodes = tuple(episode(number, member, dice) for member in range(NUM_EPISODES))
+    extra: BatchExtra = {"dropped": {}, "staleness": {"0": 3, "1": number}}
+    return LoggedBatch(1, number, (Group("job_a", number, Split.TRAIN, 0, NUM_EPISODES, episodes),), extra)
 
 
 class Cases:
@@ -64,8 +118,11 @@ class Cases:
         self.followers, self.place = followers, place
         self.spec = spec_of(root)
 
-    def learner(self, **changes: Any) -> RankedLearner:
-        return make_ranked_learner(spec_of(self.root, **changes), self.place, self.followers)
+    def learner(self, job: Path, **changes: Any) -> RankedLearner:
+        return make_ranked_learner(spec_of(self.root, **changes), JobDir(job), self.place, self.followers)
+
+    def learner_of(self, loop: Loop) -> Callable[[], RankedLearner]:
+        return lambda: self.learner(loop.job_dir)
 
     async def loop(self, name: str, spec: JobSpec, run: Callable[[Any], Any]) -> None:
         """A whole job; its directory is ``name``/job."""
@@ -81,21 +138,24 @@ class Cases:
 
     async def forked(self, parent: Loop) -> None:
         """Fed its parent's batches; its directory is ``forked``."""
-        await serve(parent, self.learner)
+        await serve(parent, self.learner_of(parent))
         child = await fork_of(parent, child_spec(parent, 2, same_batches=True))
-        await serve(child, self.learner)
+        await serve(child, self.learner_of(child))
         child.job_dir.rename(self.root / "forked")
 
     async def killed(self) -> None:
         fate, spec = Fate(0, 0.03), spec_of(self.root, checkpoint_every=3)
-        await self.loop("killed", spec, lambda loop: serve_although_killed(loop, fate, {1, 3}, self.learner))
+        await self.loop("killed", spec, lambda loop: serve_although_killed(loop, fate, {1, 3}, self.learner_of(loop)))
         (self.root / "killed" / "points.json").write_text(json.dumps(fate.points))
 
     async def from_one_rank(self) -> None:
         """Goes on where one rank has stopped; then it is asked for what some rank cannot do, and goes on again."""
-        learner = self.learner(objective=OPEN)
+        job = self.root / "two" / "job"
+        for step in (1, 2):
+            BatchLog(JobDir(job)).write(1, step, batch(step).groups, batch(step).extra)
+        learner = self.learner(job, objective=OPEN)
         learner.load_state(self.root / "one" / "state")
-        learner.step(batch(1))
+        learner.logged_step(batch(1))
         state = self.root / "two" / "state"
         learner.copy_state().write(state)
         found = {"lost": problem_of(lambda: learner.load_state(self.damaged(state)))}
@@ -105,8 +165,8 @@ class Cases:
         other = self.spec.optimizer.model_copy(update={"betas": (0.5, 0.5)})
         config = learner_config(self.spec.model_copy(update={"optimizer": other}))
         found["retune"] = problem_of(lambda: learner.retune(config, self.spec.training_objective))
-        metrics = learner.step(batch(2))
-        scores = learner.logprobs(batch(3))
+        _, metrics = learner.logged_step(batch(2))
+        scores = learner.logprobs(make_sequences(NUM_EPISODES))
         learner.copy_weights().write(self.root / "two" / "weights")
         found |= {"metrics": metrics, "scores": [float(one.sum()) for one in scores]}
         (self.root / "two" / "found.json").write_text(json.dumps(found))
@@ -144,8 +204,10 @@ def main(root: Path, redis_url: str, *names: str) -> None:
     place = RankPlace.of_this_process()
     lines = meet(place, LINES)
     if not place.is_first:
+        codec._meta_bytes = refuse
         Follower(lines, place).follow()
         return
+    codec._meta_bytes = refuse_others(codec._meta_bytes)
     followers = Followers(lines, beat_s=0.1)
     asyncio.run(run(root, redis_url, list(names), followers, place))
     followers.end()

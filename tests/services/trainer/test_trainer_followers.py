@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,21 @@ import torch
 import torch.distributed
 
 from gspo_core.batch import TrainSequence
+from gspo_core.codec import encode
+from services.files.batch_log import BatchLog, BatchLogNotFound, LoggedBatch
+from services.files.job_dir import JobDir
 from services.process.ports import free_port
 from services.trainer.ranks import calls
-from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Prepare, Step, Write
+from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Logprobs, Prepare, Step, Write
+from services.trainer.ranks.follower import read_logged
 from services.trainer.ranks.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
 from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankProblem, agree_on_round, is_of_the_lines
 from tests.core.learner_support import make_sequences
 from tests.patience import HANG_S
+from tests.services.trainer.trainer_kit import group
 
 DEADLINE_S = HANG_S
+STEP = Step(1, 1)
 
 
 class SpokenTo:
@@ -69,9 +76,9 @@ def test_what_fails_alike_everywhere_is_raised_and_nothing_is_lost() -> None:
     ranks, lines = followers()
     lines[COMMANDS].problem = RankProblem("ValueError", "no")
     with pytest.raises(ValueError, match="as here"):
-        ranks.run(Step([]), fails(ValueError("as here")))
+        ranks.run(STEP, fails(ValueError("as here")))
     lines[COMMANDS].problem = None
-    assert ranks.run(Step([]), lambda: 3) == 3
+    assert ranks.run(STEP, lambda: 3) == 3
 
 
 @pytest.mark.parametrize("who", ["first", "other"])
@@ -80,11 +87,11 @@ def test_what_one_rank_alone_could_not_do_means_that_all_start_again(who: str) -
     own = fails(MemoryError("too large")) if who == "first" else lambda: None
     lines[COMMANDS].problem = RankProblem("MemoryError", "too large") if who == "other" else None
     with pytest.raises(RanksLost, match="too large"):
-        ranks.run(Step([]), own)
+        ranks.run(STEP, own)
     assert lines[COMMANDS].waited_s == (AFTER_FAILURE_S if who == "first" else COLLECTIVE_TIMEOUT_S)
     lines[COMMANDS].problem = None
     with pytest.raises(RanksLost):
-        ranks.run(Step([]), lambda: None)
+        ranks.run(STEP, lambda: None)
     with pytest.raises(RanksLost):
         ranks.check()
 
@@ -122,8 +129,15 @@ def test_ranks_that_could_not_reach_each_other_say_nothing_of_the_job() -> None:
         ranks, lines = followers()
         lines[COMMANDS].problem = RankProblem.of(other)
         with pytest.raises(RanksLost):
-            ranks.run(Step([]), fails(own))
+            ranks.run(STEP, fails(own))
     assert not is_of_the_lines(RuntimeError("CUDA out of memory")), "that is an answer"
+
+
+def test_why_a_rank_failed_is_told_where_the_first_one_waited_for_it_in_vain() -> None:
+    ranks, lines = followers()
+    lines[COMMANDS].problem = RankProblem("BatchLogNotFound", "there is no log")
+    with pytest.raises(RanksLost, match=r"^rank 1: BatchLogNotFound: there is no log; rank 0 on .* failed: gloo/"):
+        ranks.run(STEP, fails(RuntimeError("gloo/transport: timed out")))
 
 
 def test_what_is_not_done_together_may_fail_on_one_rank() -> None:
@@ -177,11 +191,41 @@ def test_the_end_is_said_on_every_line() -> None:
 
 def test_sequences_arrive_as_they_were() -> None:
     sent = [*make_sequences(3, per_token_advantages=True), *make_sequences(2)]
-    message = calls.encode(Step(calls.to_wire(sent)))
+    message = calls.encode(Logprobs(calls.to_wire(sent), True))
     received = calls.from_wire(calls.decode(message).sequences)
     for one, other in zip(sent, received, strict=True):
         for name in TrainSequence.__dataclass_fields__:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+class SeenLater(BatchLog):
+    """On a machine that goes by what it last heard of a directory."""
+
+    num_looks = 0
+
+    def read(self, epoch: int, step: int) -> LoggedBatch:
+        self.num_looks += 1
+        if self.num_looks < 3:
+            raise BatchLogNotFound("there is no such file")
+        return super().read(epoch, step)
+
+
+def test_a_step_is_said_by_its_number_and_read_from_its_log(tmp_path: Path) -> None:
+    """As soon as it is seen; its segments are the bytes of the log."""
+    log, groups = SeenLater(JobDir(tmp_path)), [group(0, [1.0, 0.0])]
+    written = log.write(STEP.epoch, STEP.step, groups, {"staleness": {"0": 0}}).read_bytes()
+    message = calls.encode(STEP)
+    assert len(message) < 50
+    read = read_logged(log, calls.decode(message))
+    assert read.groups[0].rewards == groups[0].rewards
+    encoded = [one.encoded for trajectory in read.trajectories for one in trajectory.segments]
+    assert encoded == [encode(one) for trajectory in groups[0] for one in trajectory.segments]
+    assert b"".join(one or b"" for one in encoded) in written
+
+
+def test_a_log_that_a_rank_never_sees_is_told_with_what_is_to_be_done(tmp_path: Path) -> None:
+    with pytest.raises(BatchLogNotFound, match=r"-step000001, .*all ranks must share the same GSPO_DATA_DIR"):
+        read_logged(BatchLog(JobDir(tmp_path)), STEP, within_s=0.0)
 
 
 def test_ranks_that_are_started_again_do_not_take_the_round_of_those_before() -> None:

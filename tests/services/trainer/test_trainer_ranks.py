@@ -42,7 +42,7 @@ from tests.apparatus.processes import is_running
 from tests.apparatus.scripted_engine import ScriptedEngine
 from tests.apparatus.scripted_engine.protocol import answer
 from tests.apparatus.warm_python import WarmPython
-from tests.core.learner_support import largest_difference, weights, write_model
+from tests.core.learner_support import largest_difference, make_sequences, weights, write_model
 from tests.patience import HANG_S
 from tests.services.trainer import ranked_process
 from tests.services.trainer.loop_kit import Loop, a_loop, plain_loop
@@ -68,7 +68,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer, wa
     root = tmp_path_factory.mktemp("ranks")
     write_model(root / "model", tie_word_embeddings=True)
     learner = make_learner(open_spec(root))
-    learner.step(ranked_process.batch(0))
+    learner.logged_step(ranked_process.batch(0))
     learner.save_state(root / "one" / "state")
     run_cases(root, redis_server, warm_python, "from_one_rank", "undisturbed")
     return root
@@ -174,11 +174,11 @@ def test_a_run_that_is_killed_at_random_points_ends_bit_for_bit_where_an_undistu
 
 def test_two_ranks_go_on_from_a_state_of_one(root: Path) -> None:
     learner = of_one_rank(open_spec(root), root / "one" / "state")
-    learner.step(ranked_process.batch(1))
-    metrics = learner.step(ranked_process.batch(2))
+    learner.logged_step(ranked_process.batch(1))
+    _, metrics = learner.logged_step(ranked_process.batch(2))
     found = json.loads((root / "two" / "found.json").read_text())
     assert found["metrics"] == pytest.approx(metrics, rel=1e-3, abs=1e-4)
-    scores = [float(one.sum()) for one in learner.logprobs(ranked_process.batch(3))]
+    scores = [float(one.sum()) for one in learner.logprobs(make_sequences(ranked_process.NUM_EPISODES))]
     assert found["scores"] == pytest.approx(scores, rel=1e-4)
     files = map(load_file, sorted((root / "two" / "weights").glob("*.safetensors")))
     two = {f"model.{name}": tensor for file in files for name, tensor in file.items()}
