@@ -59,7 +59,7 @@ class EngineCommand:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
-    """Of ``services.engines.kinds``; empty for the default one."""
+    """A name of ``services.engines.kinds``; empty for the default."""
 
     @property
     def scheme(self) -> str:

@@ -81,7 +81,7 @@ def _moved(url: str, redis: str | None) -> str:
 
 
 def _for_callers(place: SecretsDir) -> dict[Path, str]:
-    """Of the API, and of those who have environments run."""
+    """The keys of the API, and the token for starting environments elsewhere."""
     key, token = place.secret("api", "gspo_api_keys"), place.secret("rollout", "gspo_env_token")
     shown = _there(token) or secrets.token_urlsafe(KEY_BYTES)
     return {
@@ -137,7 +137,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _refused_by_sglang(place: SecretsDir) -> bool:
-    """Of releases that made keys without a word before them. The embedded engine takes them."""
+    """Whether an earlier release made an engine key that begins with a dash. The embedded engine takes such keys."""
     return any(
         line.partition(": ")[2].startswith("-") for line in _there(place.secret("engine", ENGINE_CONFIG)).split("\n")
     )

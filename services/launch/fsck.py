@@ -23,7 +23,7 @@ from services.state.installation import InstallationGuard
 from services.state.store import JobRecord, Store
 
 CONTACT_S = 5.0
-# Of signs that come every two seconds.
+# Signs of life come every two seconds.
 SILENT_S = 10.0
 
 

@@ -38,7 +38,7 @@ class Host:
     """The actor: it has one child, which dies with it."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: str, folder: str) -> None:
-        # Of Ray's own variables the devices concern a member; the rest would make it a part of Ray's worker.
+        # Only the devices among Ray's own variables concern a member; the rest would make it a part of Ray's worker.
         # Nor may what its node has set win over what the stack decides.
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("RAY_") and not is_decided(name)
@@ -85,7 +85,7 @@ class RayPlace:
         remove_placement_group(self._group)
 
     def addresses(self) -> list[str]:
-        """Of the node of each bundle. Raises TimeoutError if the cluster has no room for all of them."""
+        """The address of each bundle's node. Raises TimeoutError if the cluster has no room for all of them."""
         if not self._group.wait(PLACED_S):
             raise TimeoutError(
                 f"the cluster has no room for {self._group.bundle_specs} within {PLACED_S:.0f} s: see ray status"

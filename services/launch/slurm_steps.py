@@ -138,7 +138,7 @@ class SlurmStep:
 
 
 def node_names() -> list[str]:
-    """Of the allocation that we run in. Raises CommandError."""
+    """The nodes of the allocation that we run in. Raises CommandError."""
     if not (nodes := os.environ.get("SLURM_JOB_NODELIST")):
         raise CommandError(
             "this is no allocation of Slurm (SLURM_JOB_NODELIST is not set): submit the script to sbatch"

@@ -97,7 +97,7 @@ GATEWAY_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
 ENGINE_HEALTH = HttpHealth(live="/health", ready="/ready")
 EVERYWHERE = frozenset(Site)
 LOGGING = frozenset({"secrets_dir", "log_level", "log_format"})
-# Of whatever starts environments.
+# The settings of processes that start environments.
 WALLS = frozenset(
     {"env_tier", "env_network", "env_readable", "env_writable", "sandbox_images", "sandbox_url", "sandbox_key"}
     | {"sandboxes_ready", "outbound_networks"}

@@ -161,7 +161,7 @@ def _check_program(engine: EngineCommand | None) -> None:
 
 
 def _engine_urls(arguments: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
-    """Of the option, or of GSPO_ENGINE_URLS. Raises StackError where something contradicts them."""
+    """Takes them from the option, or from GSPO_ENGINE_URLS. Raises StackError where something contradicts them."""
     try:
         given = engine_addresses(arguments.engine_url)
     except ValueError as error:

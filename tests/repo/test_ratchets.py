@@ -23,7 +23,7 @@ LOOSE_ANNOTATIONS = 9.7
 NAMES_WITH_SEVERAL_MEANINGS = 0
 """Of classes."""
 FOLDER_CYCLES = 0
-OPENINGS_WITH_OF = 11
+OPENINGS_WITH_OF = 0
 OPENS_WITH_OF = re.compile(r'(?:^ *"""|# )Of ', re.MULTILINE)
 """In a docstring or a comment: the phrase has no subject, so it reads only together with the name above it."""
 LOADED = {"api": 132, "trainer": 97, "rollout": 115, "engine": 38, "trainer's attempt": 14}

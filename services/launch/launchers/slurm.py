@@ -180,7 +180,7 @@ def _directives(arguments: argparse.Namespace, members: Sequence[Member]) -> lis
 
 
 def _seconds(limit: str) -> int | None:
-    """Of a time limit, in any form of Slurm's, where 0 is none; None for a word, which Slurm may know."""
+    """Reads a time limit in any form of Slurm's, where 0 is none; None for a word, which Slurm may know."""
     days, is_days, rest = limit.rpartition("-")
     fields = rest.split(":")
     if len(fields) > 3 or not all(one.isdecimal() for one in (*fields, *([days] if is_days else []))):
@@ -218,7 +218,8 @@ def _passed_on(arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def _kept_key(arguments: argparse.Namespace) -> str | None:
-    """Of the script that is written over, if it submits the same job: under another key it would be a second one."""
+    """The key in the script that is about to be overwritten, if it submits the same job: with another key it would be a
+    second job."""
     script = Path(arguments.output or os.devnull)
     try:
         text = script.read_text(encoding="utf-8") if script.is_file() else ""
