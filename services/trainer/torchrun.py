@@ -29,6 +29,7 @@ from services.trainer.building import capabilities, make_ranked_learner
 from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import FirstRankLost, Follower
 from services.trainer.ranks.followers import Followers
+from services.trainer.ranks.learner import RankedLearner
 from services.trainer.ranks.lines import RankPlace, meet
 from services.trainer.serving import check_settings, serve
 from services.trainer.telling.attempt_messages import AttemptEnd
@@ -50,7 +51,7 @@ class RankedAttempts:
         return True
 
     async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        loop, job = asyncio.get_running_loop(), DataDir(self._settings.data_dir).jobs.job(claim.job_id)
+        loop = asyncio.get_running_loop()
         threads = ThreadPoolExecutor(thread_name_prefix="attempt")
         loop.set_default_executor(threads)
         try:
@@ -59,12 +60,16 @@ class RankedAttempts:
                 claim,
                 stop,
                 leaving,
-                make=lambda spec: make_ranked_learner(spec, job, self._place, self._followers),
+                make=partial(self._make, claim),
                 check=self._followers.check,
             )
         finally:
             loop.set_default_executor(ThreadPoolExecutor())
             await self._wait_for(threads)
+
+    def _make(self, claim: Claim, spec: JobSpec) -> RankedLearner:
+        job = DataDir(self._settings.data_dir).jobs.job(claim.job_id)
+        return make_ranked_learner(spec, job, self._place, self._followers)
 
     async def _wait_for(self, threads: ThreadPoolExecutor) -> None:
         """Wait for leftover threads, even if cancelled."""
