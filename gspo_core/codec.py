@@ -210,7 +210,7 @@ _decode_meta = {schema: msgspec.msgpack.Decoder(meta).decode for schema, meta in
 
 
 def encode(segment: Segment) -> bytes:
-    """The bytes of ``segment``: made once, since those that it was read from are these."""
+    """The bytes of ``segment``: those that it was read from, if it was."""
     if segment.encoded is not None:
         return segment.encoded
     schema = _schema(segment)

@@ -103,13 +103,8 @@ def _text(text: str, most_chars: int) -> str:
     return f"{text[:head]}\n[... {len(text) - most_chars} characters left out ...]\n{text[len(text) - tail :]}"
 
 
-def limit_met(
-    limits: EpisodeLimits, sampled: array[int], num_tokens: int, most_tokens: int, billed_s: float = 0.0
-) -> StopReason | None:
-    """The limit that ends a turn of these ``sampled`` tokens, where its branch has ``num_tokens`` and the episode took
-    ``billed_s`` of the time that counts."""
-    if billed_s > limits.episode_timeout_s:
-        return StopReason.EPISODE_TIMEOUT
+def limit_met(limits: EpisodeLimits, sampled: array[int], num_tokens: int, most_tokens: int) -> StopReason | None:
+    """The limit that ends a turn of these ``sampled`` tokens, where its branch has ``num_tokens``."""
     circle = limits.max_repetition_tokens
     if circle is not None and goes_in_circles(sampled, circle):
         return StopReason.REPETITION

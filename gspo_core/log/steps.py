@@ -1,4 +1,4 @@
-"""Training a logged step once more: its settings, its sequences, and what became of each group.
+"""Training a logged step, for the first time or again: its settings, its sequences, and what became of each group.
 
 The rule: a step is trained with exactly the data, token ages and settings that its batch log holds, so that it gives
 the same weights. Pure but for the learner that it is handed; which steps come when is ``history``'s to say.

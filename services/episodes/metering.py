@@ -1,8 +1,8 @@
 """What is counted and timed of episodes: events by cause, and where the time of each one went.
 
 Rule: no failure is silent, counters only rise, and no decision depends on them. Every second of an episode is counted
-once; waiting for an engine, for a place in the environment or for an agent to come does not count against it. The
-``note`` stored with the segments carries the times to the next worker, so an episode that moves keeps its clock.
+once; storing it, or waiting for an engine, for a place in the environment or for an agent, does not count against it.
+The ``note`` stored with the segments carries the times to the next worker, so an episode that moves keeps its clock.
 """
 
 from __future__ import annotations

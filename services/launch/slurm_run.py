@@ -46,7 +46,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.launch.slurm_run", description=__doc__)
     add_options(parser)
-    parser.add_argument("--ports", required=True, help=ports_option.HELP)
+    parser.add_argument("--ports", required=True, help=f"numbers {ports_option.HELP}")
     arguments = parser.parse_args()
     try:
         refuse_decided(arguments.data_dir)

@@ -1,9 +1,9 @@
 """The connections of a server: how many there may be, and how long one may keep the server waiting.
 
-Rule: a client uses its connection or loses it. Where there are too many, the one that has been idle or sending its head
-for longest gives way, not the newcomer. Below that bound none gives way before its time, since clients that are sent
-away come back at once. All connections are looked at together, once a second, so that a request costs nothing. It
-writes no answer and knows no protocol.
+Rule: a client uses its connection or loses it. Where there are too many, the one that has been idle longest gives way,
+or else the one that has been sending its head longest, and not the newcomer. Below that bound none gives way before its
+time, since clients that are sent away come back at once. All connections are looked at together, once a second, so that
+a request costs nothing. It writes no answer and knows no protocol.
 """
 
 from __future__ import annotations

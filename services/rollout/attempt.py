@@ -126,8 +126,9 @@ class EpisodeAttempt:
         if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
         order, ledger = self._order, self._ledger
-        given = ledger.open.sampled, ledger.num_tokens, order.max_context_tokens, self._timings.billed_s
-        met = limit_met(order.limits, *given)
+        if self._timings.billed_s > order.limits.episode_timeout_s:
+            return StopReason.EPISODE_TIMEOUT
+        met = limit_met(order.limits, ledger.open.sampled, ledger.num_tokens, order.max_context_tokens)
         return met or (StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None)
 
     @property

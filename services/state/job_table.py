@@ -196,7 +196,7 @@ class JobTable(JobClaims):
     ) -> JobRecord:
         """Put a job that is over back into the queue, to go on as itself in an epoch after ``epoch``.
 
-        ``went_back``: where it goes on, if not where it ended; the next trainer writes that into its files.
+        ``went_back``: where it goes on, if not where it ended; its files say so already, or the next trainer writes it.
         ``settings``: all live settings from now on. Raises JobNotFound, IllegalTransition (it is not over) and Conflict
         if its settings have changed since it was looked at.
         """

@@ -213,7 +213,8 @@ class Bus:
     async def erase(self, key: EpisodeKey) -> ErasedWord:
         """Delete all that was read and said in an episode, whatever its stage; it has then ended without an outcome.
 
-        Its group goes on without it. A worker that plays it is told ``EpisodeErased``. Any process may call this.
+        Its group goes on without it. A worker that plays it is told ``EpisodeErased``. Workers may not call
+        this.
         """
         word: bytes = await self._functions.call("erase_episode", bus_keys(key.job), member_name(key))
         return ErasedWord(word.decode())

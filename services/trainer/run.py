@@ -213,7 +213,8 @@ class JobRun:
             self._services.clock,
         )
         started = clock()
-        if not logged_sequences(logged, self._spec.objective.advantage).sequences:
+        made = await asyncio.to_thread(logged_sequences, logged, self._spec.objective.advantage)
+        if not made.sequences:
             # Before it is logged: such a log could never be trained again.
             raise JobFailure(
                 "all_rewards_equal",

@@ -5,6 +5,7 @@ Imports are contracts in `pyproject.toml`, and have no exceptions. Paths are in 
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -117,6 +118,13 @@ def test_every_file_of_the_services_is_in_a_room() -> None:
     folders = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
     assert folders == set(ROOMS)
     assert [path.name for path in (ROOT / "services").glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "services").rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_the_modules_that_a_package_names_are_in_it(package: Path) -> None:
+    inside = {path.stem for path in package.parent.rglob("*.py")} | {path.name for path in package.parent.iterdir()}
+    named = re.findall(r"``([a-z_]+)``", ast.get_docstring(ast.parse(package.read_text())) or "")
+    assert set(named) <= inside
 
 
 def test_tests_of_the_services_lie_by_the_same_walls() -> None:

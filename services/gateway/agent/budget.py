@@ -102,10 +102,11 @@ class Budget:
     def _exhausted(self, turn: LiveTurn) -> StopReason | None:
         """The limit of the episode that ends the turn."""
         limits, tokens = self._order.limits, turn.tokens
-        num_tokens, most = len(tokens.branch.ids), self._order.max_context_tokens
-        if (met := limit_met(limits, tokens.sampled, num_tokens, most, self._meter.spent_s)) is not None:
+        if met := limit_met(limits, tokens.sampled, len(tokens.branch.ids), self._order.max_context_tokens):
             return met
-        return StopReason.MAX_TOKENS if self._tree.num_sampled >= limits.max_episode_tokens else None
+        if self._tree.num_sampled >= limits.max_episode_tokens:
+            return StopReason.MAX_TOKENS
+        return StopReason.EPISODE_TIMEOUT if self._meter.spent_s > limits.episode_timeout_s else None
 
     def _room_of_turn(self, turn: LiveTurn) -> int:
         asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens

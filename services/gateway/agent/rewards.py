@@ -95,7 +95,7 @@ class Payer(msgspec.Struct, frozen=True):
 
 
 ANYBODY = Payer("posted")
-"""Pays episodes that ended under an earlier release."""
+"""The payer of episodes that ended under an earlier release: rewards by any key are taken."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
-"""How agents speak to the gateway: one module a dialect, all with the interface of ``dialect``.
+"""How agents speak to the gateway: one module a dialect, all with the interface of ``dialect``, which names errors too.
 
-``turns`` is a request and its answer in no dialect, ``sse`` an event on the wire.
+``turns`` is a request and its answer in no dialect.
 ``fields`` is the one table of what each dialect may send and what becomes of it; ``sent`` reads values by it, ``asks``
-makes the ask, ``faults`` names errors. To add a dialect, write its module and its fields, and give it a path in
-``services.gateway.http.app``.
+makes the ask, ``tool_forms`` reads tools that are no functions. To add a dialect, write its module and its fields, and
+give it a path in ``services.gateway.http.app``.
 """

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # Histories hold whole files and outputs of tools: four million tokens.
 MAX_BODY_BYTES = 16 << 20
-# A reward or a receipt.
+# The largest body of a reward or a receipt.
 SMALL_BODY_BYTES = 64 << 10
 # For one key; an agent shares it with those that it starts.
 MAX_BYTES_OF_ONE = 4 * MAX_BODY_BYTES
@@ -60,7 +60,7 @@ class BodyTooLarge(Exception):
 
 
 class Seats:
-    """Those of the requests that may be open at once: of one key, and of all."""
+    """How many requests may be open at once, for one key and for all."""
 
     def __init__(self, most: int = MAX_OPEN, most_of_one: int = MAX_OPEN_OF_ONE) -> None:
         self._most = most

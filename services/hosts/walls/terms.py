@@ -16,7 +16,7 @@ class How(StrEnum):
     """How a path is shown."""
 
     SYSTEM = "system"
-    """Readable, if any account may read it."""
+    """Readable, if every account may read it."""
     READ = "read"
     """Readable, if the service may read it."""
     WRITE = "write"

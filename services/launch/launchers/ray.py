@@ -32,7 +32,7 @@ HOW_TO_INSTALL = "pip install -e '.[ray]' in a checkout, pip install ray beside 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="auto", help="of the cluster (default: the one of this machine)")
     placement_options.add_whole(parser)
-    parser.add_argument("--ports", default=ports_option.DEFAULT, help=ports_option.HELP)
+    parser.add_argument("--ports", default=ports_option.DEFAULT, help=f"numbers {ports_option.HELP}")
     placement_options.add_plan(parser)
 
 

@@ -28,7 +28,7 @@ _ARRAYS = {
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ``TrainSequence`` in wire form, to be scored: that is in no log, or not yet."""
+    """A ``TrainSequence`` in wire form. Only what is scored travels so: no log holds it, or none yet."""
 
     arrays: dict[str, bytes]
     advantages: float | bytes
@@ -67,11 +67,15 @@ class Build(RankCall):
     device: str
 
 
-class Step(RankCall):
-    """Train on the batch that the first rank has logged."""
+class Read(RankCall):
+    """Read the batch that the first rank has logged; ``Step`` follows once every rank has it."""
 
     epoch: int
     step: int
+
+
+class Step(RankCall):
+    """Train on the batch that was read."""
 
 
 class Logprobs(RankCall):
@@ -112,7 +116,7 @@ class Write(RankCall):
     directory: str
 
 
-AnyCall = Beat | End | Look | Build | Step | Logprobs | Retune | Keep | Prepare | Load | Close | Write
+AnyCall = Beat | End | Look | Build | Read | Step | Logprobs | Retune | Keep | Prepare | Load | Close | Write
 _decoder = msgspec.msgpack.Decoder(AnyCall)
 
 

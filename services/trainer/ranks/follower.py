@@ -14,6 +14,8 @@ from typing import Any
 
 from gspo_core.learner import Copy, Learner
 from gspo_core.learner_config import LearnerConfig
+from gspo_core.log.sequences import TrainBatch
+from gspo_core.log.steps import logged_sequences
 from gspo_core.objective_config import ObjectiveConfig
 from services.files.batch_log import BatchLog, BatchLogNotFound, LoggedBatch
 from services.files.job_dir import JobDir
@@ -30,6 +32,7 @@ from services.trainer.ranks.calls import (
     Logprobs,
     Look,
     Prepare,
+    Read,
     Retune,
     Step,
     Write,
@@ -56,6 +59,8 @@ class Follower:
         self._learner: Learner | None = None
         self._log: BatchLog
         """The job's, since ``Build``."""
+        self._read: TrainBatch | None = None
+        """The step that comes next."""
         self._load: Callable[[], None] | None = None
         self._copies: dict[int, Copy] = {}
 
@@ -115,17 +120,20 @@ class Follower:
         match call:
             case Build():
                 self._build(call)
+            case Read():
+                self._read = None
+                logged = read_logged(self._log, call, SEEN_WITHIN_S)
+                self._read = logged_sequences(logged, self._held.objective.advantage)
             case Step():
-                self._held.logged_step(read_logged(self._log, call))
+                assert self._read is not None
+                read, self._read = self._read, None
+                self._held.step(read.sequences)
             case Logprobs():
                 self._held.logprobs(from_wire(call.sequences), sampled_only=call.sampled_only)
             case Retune():
                 self._held.retune(*_configs(call))
             case Keep():
-                for number in call.dropped:
-                    self._copies.pop(number, None)
-                make = self._held.copy_weights if call.kind == WEIGHTS else self._held.copy_state
-                self._copies[call.number] = make()
+                self._keep(call)
             case Prepare():
                 self._load = None
                 self._load = self._held.prepare_state(Path(call.directory))
@@ -151,19 +159,25 @@ class Follower:
         device = self._place.enter(call.device)
         self._learner = Learner(Path(call.model), config, objective, seed=call.seed, device=device)
 
+    def _keep(self, call: Keep) -> None:
+        for number in call.dropped:
+            self._copies.pop(number, None)
+        make = self._held.copy_weights if call.kind == WEIGHTS else self._held.copy_state
+        self._copies[call.number] = make()
+
     def _drop(self) -> None:
-        self._learner = self._load = None
+        self._learner = self._load = self._read = None
         self._copies.clear()
 
 
-def read_logged(log: BatchLog, call: Step, *, within_s: float = SEEN_WITHIN_S) -> LoggedBatch:
-    """The batch that the first rank has written, as soon as this machine sees it. Raises DamagedBatchLog,
+def read_logged(log: BatchLog, call: Read, within_s: float) -> LoggedBatch:
+    """The batch that the first rank has written, as soon as this machine can read it. Raises DamagedBatchLog,
     BatchLogNotFound."""
     deadline = time.monotonic() + within_s
     while True:
         try:
             return log.read(call.epoch, call.step)
-        except BatchLogNotFound as error:
+        except (BatchLogNotFound, OSError) as error:
             if time.monotonic() > deadline:
                 raise BatchLogNotFound(f"{error}, {within_s:g} s after the first rank wrote it: {_SHARED}") from error
         time.sleep(_LOOK_S)

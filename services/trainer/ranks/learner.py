@@ -20,6 +20,7 @@ from gspo_core.learner import Copy, Learner
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.log.batches import LoggedBatch
 from gspo_core.log.sequences import TrainBatch
+from gspo_core.log.steps import logged_sequences
 from gspo_core.objective import Alarm
 from gspo_core.objective_config import ObjectiveConfig
 from services.files.job_dir import JobDir
@@ -32,6 +33,7 @@ from services.trainer.ranks.calls import (
     Load,
     Logprobs,
     Prepare,
+    Read,
     Retune,
     Step,
     Write,
@@ -113,8 +115,10 @@ class RankedLearner:
         return self._own.trained_logprobs
 
     def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """``batch`` is in the job's batch log, where the others read it."""
-        return self._followers.run(Step(batch.epoch, batch.step), lambda: self._own.logged_step(batch))
+        """``batch`` is in the job's batch log, where the others read it before any rank trains. Raises ErasedStep."""
+        advantage = self._own.objective.advantage
+        train = self._followers.run(Read(batch.epoch, batch.step), lambda: logged_sequences(batch, advantage))
+        return train, self._followers.run(Step(), lambda: self._own.step(train.sequences))
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:
         call = Logprobs(to_wire(sequences), sampled_only)

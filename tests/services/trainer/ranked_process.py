@@ -6,6 +6,7 @@ The first rank runs the cases in turn and leaves the results in the directory; t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import shutil
@@ -32,9 +33,10 @@ from services.files.data_dir import DataDir
 from services.files.job_dir import JobDir
 from services.state.client import connect
 from services.trainer.building import make_ranked_learner
+from services.trainer.ranks import follower
 from services.trainer.ranks.calls import LINES
-from services.trainer.ranks.follower import Follower
-from services.trainer.ranks.followers import Followers
+from services.trainer.ranks.follower import FirstRankLost, Follower
+from services.trainer.ranks.followers import Followers, RanksLost
 from services.trainer.ranks.learner import RankedLearner
 from services.trainer.ranks.lines import RankPlace, meet
 from tests.core.learner_support import VOCABULARY, make_sequences
@@ -172,6 +174,14 @@ class Cases:
         (self.root / "two" / "found.json").write_text(json.dumps(found))
         learner.close()
 
+    async def unseen(self) -> None:
+        """The step's log is nowhere to be seen for the other rank."""
+        learner = self.learner(self.root / "unseen" / "job", objective=OPEN)
+        try:
+            learner.logged_step(batch(1))
+        except RanksLost as error:
+            (self.root / "unseen.txt").write_text(str(error))
+
     def damaged(self, state: Path) -> Path:
         """What only the second rank reads is cut off."""
         other = state.with_name("damaged")
@@ -205,7 +215,9 @@ def main(root: Path, redis_url: str, *names: str) -> None:
     lines = meet(place, LINES)
     if not place.is_first:
         codec._meta_bytes = refuse
-        Follower(lines, place).follow()
+        follower.SEEN_WITHIN_S = 0.5
+        with contextlib.suppress(FirstRankLost) if "unseen" in names else contextlib.nullcontext():
+            Follower(lines, place).follow()
         return
     codec._meta_bytes = refuse_others(codec._meta_bytes)
     followers = Followers(lines, beat_s=0.1)

@@ -20,7 +20,7 @@ from services.files.batch_log import BatchLog, BatchLogNotFound, LoggedBatch
 from services.files.job_dir import JobDir
 from services.process.ports import free_port
 from services.trainer.ranks import calls
-from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Logprobs, Prepare, Step, Write
+from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Logprobs, Prepare, Read, Step, Write
 from services.trainer.ranks.follower import read_logged
 from services.trainer.ranks.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
 from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankProblem, agree_on_round, is_of_the_lines
@@ -29,7 +29,8 @@ from tests.patience import HANG_S
 from tests.services.trainer.trainer_kit import group
 
 DEADLINE_S = HANG_S
-STEP = Step(1, 1)
+STEP = Step()
+READ = Read(1, 1)
 
 
 class SpokenTo:
@@ -206,17 +207,17 @@ class SeenLater(BatchLog):
     def read(self, epoch: int, step: int) -> LoggedBatch:
         self.num_looks += 1
         if self.num_looks < 3:
-            raise BatchLogNotFound("there is no such file")
+            raise BatchLogNotFound("there is no such file") if self.num_looks < 2 else OSError(116, "stale")
         return super().read(epoch, step)
 
 
 def test_a_step_is_said_by_its_number_and_read_from_its_log(tmp_path: Path) -> None:
     """As soon as it is seen; its segments are the bytes of the log."""
     log, groups = SeenLater(JobDir(tmp_path)), [group(0, [1.0, 0.0])]
-    written = log.write(STEP.epoch, STEP.step, groups, {"staleness": {"0": 0}}).read_bytes()
-    message = calls.encode(STEP)
+    written = log.write(READ.epoch, READ.step, groups, {"staleness": {"0": 0}}).read_bytes()
+    message = calls.encode(READ)
     assert len(message) < 50
-    read = read_logged(log, calls.decode(message))
+    read = read_logged(log, calls.decode(message), HANG_S)
     assert read.groups[0].rewards == groups[0].rewards
     encoded = [one.encoded for trajectory in read.trajectories for one in trajectory.segments]
     assert encoded == [encode(one) for trajectory in groups[0] for one in trajectory.segments]
@@ -225,7 +226,7 @@ def test_a_step_is_said_by_its_number_and_read_from_its_log(tmp_path: Path) -> N
 
 def test_a_log_that_a_rank_never_sees_is_told_with_what_is_to_be_done(tmp_path: Path) -> None:
     with pytest.raises(BatchLogNotFound, match=r"-step000001, .*all ranks must share the same GSPO_DATA_DIR"):
-        read_logged(BatchLog(JobDir(tmp_path)), STEP, within_s=0.0)
+        read_logged(BatchLog(JobDir(tmp_path)), READ, 0.0)
 
 
 def test_ranks_that_are_started_again_do_not_take_the_round_of_those_before() -> None:

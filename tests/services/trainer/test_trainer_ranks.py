@@ -172,6 +172,15 @@ def test_a_run_that_is_killed_at_random_points_ends_bit_for_bit_where_an_undistu
     assert killed == undisturbed
 
 
+def test_a_rank_that_does_not_see_a_step_is_told_before_any_waits_for_it(
+    root: Path, redis_server: RedisServer, warm_python: WarmPython
+) -> None:
+    run_cases(root, redis_server, warm_python, "unseen")
+    told = (root / "unseen.txt").read_text()
+    assert told.startswith("rank 1: BatchLogNotFound: ")
+    assert "all ranks must share the same GSPO_DATA_DIR" in told
+
+
 def test_two_ranks_go_on_from_a_state_of_one(root: Path) -> None:
     learner = of_one_rank(open_spec(root), root / "one" / "state")
     learner.logged_step(ranked_process.batch(1))
