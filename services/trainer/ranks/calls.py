@@ -67,7 +67,7 @@ class Build(RankCall):
     device: str
 
 
-class Read(RankCall):
+class ReadStep(RankCall):
     """Read the batch that the first rank has logged; ``Step`` follows once every rank has it."""
 
     epoch: int
@@ -116,7 +116,7 @@ class Write(RankCall):
     directory: str
 
 
-AnyCall = Beat | End | Look | Build | Read | Step | Logprobs | Retune | Keep | Prepare | Load | Close | Write
+AnyCall = Beat | End | Look | Build | ReadStep | Step | Logprobs | Retune | Keep | Prepare | Load | Close | Write
 _decoder = msgspec.msgpack.Decoder(AnyCall)
 
 

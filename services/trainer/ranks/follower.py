@@ -32,7 +32,7 @@ from services.trainer.ranks.calls import (
     Logprobs,
     Look,
     Prepare,
-    Read,
+    ReadStep,
     Retune,
     Step,
     Write,
@@ -120,7 +120,7 @@ class Follower:
         match call:
             case Build():
                 self._build(call)
-            case Read():
+            case ReadStep():
                 self._read = None
                 logged = read_logged(self._log, call, SEEN_WITHIN_S)
                 self._read = logged_sequences(logged, self._held.objective.advantage)
@@ -170,7 +170,7 @@ class Follower:
         self._copies.clear()
 
 
-def read_logged(log: BatchLog, call: Read, within_s: float) -> LoggedBatch:
+def read_logged(log: BatchLog, call: ReadStep, within_s: float) -> LoggedBatch:
     """The batch that the first rank has written, as soon as this machine can read it. Raises DamagedBatchLog,
     BatchLogNotFound."""
     deadline = time.monotonic() + within_s

@@ -33,7 +33,7 @@ from services.trainer.ranks.calls import (
     Load,
     Logprobs,
     Prepare,
-    Read,
+    ReadStep,
     Retune,
     Step,
     Write,
@@ -117,7 +117,7 @@ class RankedLearner:
     def logged_step(self, batch: LoggedBatch) -> tuple[TrainBatch, dict[str, float]]:
         """``batch`` is in the job's batch log, where the others read it before any rank trains. Raises ErasedStep."""
         advantage = self._own.objective.advantage
-        train = self._followers.run(Read(batch.epoch, batch.step), lambda: logged_sequences(batch, advantage))
+        train = self._followers.run(ReadStep(batch.epoch, batch.step), lambda: logged_sequences(batch, advantage))
         return train, self._followers.run(Step(), lambda: self._own.step(train.sequences))
 
     def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:

@@ -20,7 +20,19 @@ from services.files.batch_log import BatchLog, BatchLogNotFound, LoggedBatch
 from services.files.job_dir import JobDir
 from services.process.ports import free_port
 from services.trainer.ranks import calls
-from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Logprobs, Prepare, Read, Step, Write
+from services.trainer.ranks.calls import (
+    COMMANDS,
+    LINES,
+    WEIGHTS,
+    Beat,
+    End,
+    Load,
+    Logprobs,
+    Prepare,
+    ReadStep,
+    Step,
+    Write,
+)
 from services.trainer.ranks.follower import read_logged
 from services.trainer.ranks.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
 from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankProblem, agree_on_round, is_of_the_lines
@@ -30,7 +42,7 @@ from tests.services.trainer.trainer_kit import group
 
 DEADLINE_S = HANG_S
 STEP = Step()
-READ = Read(1, 1)
+READ = ReadStep(1, 1)
 
 
 class SpokenTo:
