@@ -4,9 +4,9 @@ One rule: how a batch is cut into micro-batches and over ranks never changes an 
 denominators counted over the whole minibatch before any gate. A learner interrupted and resumed between two
 steps continues bit for bit as if uninterrupted (given the same number of threads and ranks and the same device).
 
-The loss is `gspo_core.objective`; this module only feeds it. It knows no queue and no clock; a
-logged batch brings the ages of its tokens. Under torchrun
-every rank builds the same learner, receives the same batches and returns the same metrics.
+The loss is `gspo_core.objective`; this module only feeds it. It knows no queue and no clock; a logged
+batch brings the ages of its tokens. Under torchrun every rank builds the same learner, receives the same batches and
+returns the same metrics.
 """
 
 from __future__ import annotations

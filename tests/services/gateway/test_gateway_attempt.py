@@ -20,6 +20,7 @@ from services.gateway.agent.rewards import Payer
 from services.gateway.dialects.turns import Refusal, RefusalKind
 from services.hosts.session import SessionLost
 from services.state.keys import job_key
+from services.state.queue import Snapshot
 from services.workers.episode import Episode
 from tests.services.gateway.agent_kit import (
     AgentHere,
@@ -31,7 +32,16 @@ from tests.services.gateway.agent_kit import (
     agent_setting,
     door,
 )
-from tests.services.gateway.gateway_kit import BabblingPolicy, judge, read, request, said, user
+from tests.services.gateway.gateway_kit import (
+    BabblingPolicy,
+    HeldRecords,
+    judge,
+    quick_setting,
+    read,
+    request,
+    said,
+    user,
+)
 from tests.services.rollout.rollout_kit import JOB, Speech, Table, until
 
 HI = user("hi")
@@ -41,6 +51,14 @@ KEY = EpisodeKey(JOB, 0, 0)
 @pytest.fixture
 async def table(redis_client: Redis) -> Table:
     return await Table.lay(redis_client)
+
+
+async def test_what_was_kept_of_another_attempt_is_not_taken_for_this_ones(codec: HermesCodec) -> None:
+    records = HeldRecords()
+    records.snapshot = Snapshot(1, 0, b"kept")
+    setting = quick_setting(records, codec, BabblingPolicy(codec, random.Random(0)))
+    found = [await setting.kept(KEY, attempt) for attempt in range(3)]
+    assert found == [None, records.snapshot, None]
 
 
 class Play:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from itertools import groupby
 from typing import Any, NoReturn
 
 import pytest
@@ -216,6 +217,7 @@ async def test_versions_of_a_turn_are_told_as_spans(codec: HermesCodec) -> None:
     assert told == versions
     assert len(set(versions)) > 1
     assert answer.versions[0] == Span(0, answer.versions[0].end, versions[0])
+    assert [span.version for span in answer.versions] == [version for version, _ in groupby(versions)]
 
 
 async def test_the_same_request_again_is_another_sample(codec: HermesCodec) -> None:
