@@ -26,7 +26,7 @@ LIVE_SETTINGS = frozenset(
         *(f"objective.{name}" for name in ("geometric_gate", "geometric_gate_low")),
         *(
             f"objective.{name}"
-            for name in ("min_kept_frac", "m2_bound", "stale_clip", "prefix_threshold", "prefix_memory")
+            for name in ("min_kept_frac", "m2_bound", "stale_clip", "clip_spread", "prefix_threshold", "prefix_memory")
         ),
         *(f"objective.{name}" for name in ("gmpo_clip", "dppo_delta", "dppo_cap")),
         *(f"rollout.{name}" for name in ("max_staleness", "staleness_cap", "on_stale", "stale_wait_s")),

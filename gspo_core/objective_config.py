@@ -81,6 +81,8 @@ RATIO_OF_LOSS: Mapping[str, str] = {
 # Below this width a clip on the sampler's own log-probs reads the drift between engine and trainer, not the update.
 TIGHT_BEHAVIOR_CLIP = 1e-3
 WIDE_SEQUENCE_CLIP = 0.1
+# What a clip may widen to by itself: a wider one lets the spread grow that it follows.
+MAX_SPREAD_CLIP_LOW = 0.2
 TIGHT_TOKEN_CLIP = 0.01
 
 
@@ -274,6 +276,10 @@ class ObjectiveConfig(Documented):
     stale_clip: PositiveFloat | None = Field(default=None, exclude_if=_is_none)
     """Where the log ratio of proximal policy to sampler of a sequence (turn, token: what `ratio` says) is further from
     0 than this, the clip becomes narrower, the more the further (after SAT). Null: never."""
+    clip_spread: PositiveFloat | None = Field(default=None, exclude_if=_is_none)
+    """The clip of a sequence is as wide as so many times the spread of log ratios that the steps before it showed
+    (`gspo/log_ratio_std`; 5 is usual), but never narrower than clip_low and clip_high and never wider than 0.2 below;
+    above, it grows by the same factor. Null: it is what clip_low and clip_high say."""
 
     kl_coef: NonNegativeFloat = 0.0
     """Coefficient of the k3 estimate of the KL divergence from a frozen reference model."""
@@ -426,6 +432,11 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
         "prefix_threshold": (config.correction.startswith("token"), "correction: token_truncate or token_mask"),
         "m2_bound": (not behavior, "anchor: proximal"),
         "stale_clip": (not behavior and loss == "clip", "anchor: proximal and the loss clip"),
+        "clip_spread": (
+            _can_widen(config),
+            "anchor: proximal, the loss clip on ratio: sequence without a band, a clip_low below "
+            f"{MAX_SPREAD_CLIP_LOW} and minibatches of 2 and more",
+        ),
         "kl_unbiased": (config.kl_coef > 0, "kl_coef above 0"),
         "dppo_delta": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
         "dppo_cap": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
@@ -441,6 +452,13 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
 
 def _has_distance_gate(config: ObjectiveConfig) -> bool:
     return config.k3_gate is not None or config.outlier_gate is not None
+
+
+def _can_widen(config: ObjectiveConfig) -> bool:
+    """The spread is measured for sequences, and with a single update it is 0."""
+    clips_sequences = config.loss == "clip" and config.ratio == "sequence" and config.band is None
+    is_measured = config.anchor == "proximal" and config.minibatches > 1
+    return clips_sequences and is_measured and config.clip_low < MAX_SPREAD_CLIP_LOW
 
 
 def _is_one_sided(config: ObjectiveConfig) -> bool:

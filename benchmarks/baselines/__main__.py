@@ -22,6 +22,13 @@ def missing(store: Store, cells: Sequence[Cell], seeds: Sequence[int], sizes: Si
             yield cell, seed
 
 
+def wanted(only: Sequence[str]) -> list[Cell]:
+    """The cells of these names; a name that no cell has stands for all whose names begin so."""
+    names = {cell.name for cell in RUNNABLE}
+    beginnings = tuple(one for one in only if one not in names)
+    return [cell for cell in RUNNABLE if cell.name in only or cell.name.startswith(beginnings)]
+
+
 def cost(store: Store, cells: Sequence[Cell], seeds: Sequence[int], sizes: Sizes = SIZES) -> str:
     """What is missing, and about how long it takes."""
     lacking = list(missing(store, cells, seeds, sizes))
@@ -68,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="where models and the results of cells are kept")
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run what is missing")
-    running.add_argument("--only", action="append", help="cells whose names begin so")
+    running.add_argument("--only", action="append", help="this cell, or those whose names begin so")
     running.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
     running.add_argument("--minutes", type=float, help="begin no other cell after so many")
     running.add_argument("--pause-file", type=Path, help="begin no other cell while it exists")
@@ -98,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     cells: Sequence[Cell] = CELLS
     if given.only:
-        cells = [cell for cell in RUNNABLE if cell.name.startswith(tuple(given.only))]
+        cells = wanted(given.only)
     if not cells:
         parser.error(f"no cell begins with {given.only}; there are {', '.join(cell.name for cell in RUNNABLE)}")
     seeds = [*given.seeds, *DRAWN[: given.drawn], *CONFIRMING[: given.confirming], *UNSEEN[: given.unseen]]

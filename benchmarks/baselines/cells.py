@@ -262,6 +262,12 @@ def _bounded() -> list[Cell]:
         ("usual_fed", "GSPO, max_grad_growth: 1, min_kept_frac: 0.5", {**GSPO, "min_kept_frac": 0.5}, usual),
         ("paper", "GSPO, max_grad_growth: 1, clip 3e-4 / 4e-4", {**GSPO, "clip": list(PAPER_CLIP)}, usual),
         (
+            "spread",
+            "GSPO, max_grad_growth: 1, clip 3e-4 / 4e-4, clip_spread: 5",
+            {**GSPO, "clip": list(PAPER_CLIP), "clip_spread": 5.0},
+            usual,
+        ),
+        (
             "band",
             "GSPO, max_grad_growth: 1, band: z: 3",
             {"loss": "clip", "ratio": "sequence", "band": {"z": 3.0}},

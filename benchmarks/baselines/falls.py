@@ -32,6 +32,8 @@ JUDGED = (
     "gspo/k3_proximal_behavior",
     "gspo/kept_frac",
     "gspo/clip_frac",
+    "gspo/clip_low",
+    "gspo/log_ratio_std",
     "learner/grad_norm",
     "learner/grad_norm_max",
     "learner/grad_alignment",

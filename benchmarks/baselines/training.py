@@ -53,6 +53,7 @@ RECORDED = (
     "learner/step_kept",
     "learner/rate_share",
     "gspo/k3_gate",
+    "gspo/clip_low",
     "gspo/kept_frac_m2",
     "learner/num_idle_sequences",
     "staleness/mean",

@@ -31,6 +31,8 @@ def signal_share(sequences: Sequence[TrainSequence]) -> float:
 class BatchView:
     """A batch as a whole, as it was before its first update."""
 
+    objective: ObjectiveConfig
+    """With the clip of this step."""
     bounds: BatchBounds
     rate_share: float = 1.0
     """Scales the learning rate to the batch's signal."""
@@ -39,8 +41,10 @@ class BatchView:
     start: StepStart | None = None
     """Where the step can be taken back to."""
 
-    def metrics(self, objective: ObjectiveConfig, optimizer: OptimizerConfig) -> dict[str, float]:
+    def metrics(self, optimizer: OptimizerConfig) -> dict[str, float]:
         found = {"learner/rate_share": self.rate_share} if optimizer.ess_scaling or optimizer.signal_scaling else {}
-        if objective.min_kept_frac is not None and self.bounds.k3_gate is not None:
+        if self.objective.min_kept_frac is not None and self.bounds.k3_gate is not None:
             found["gspo/k3_gate"] = self.bounds.k3_gate
+        if self.objective.clip_spread is not None:
+            found |= {"gspo/clip_low": self.objective.clip_low, "gspo/clip_high": self.objective.clip_high}
         return found

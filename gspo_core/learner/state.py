@@ -28,6 +28,9 @@ from gspo_core.plan import share_of
 
 MANIFEST = "learner.json"
 PARAMETER = "parameter/"
+# What a learner remembers of earlier steps beside the moments; where there is none, the file holds none.
+MEMORY = "memory/"
+LOG_RATIO_STD = MEMORY + "log_ratio_std"
 FORMAT = 1
 # AdamW's state per parameter.
 MOMENTS = ("step", MEAN, SQUARE)
@@ -204,7 +207,7 @@ def check_state(directory: Path) -> None:
 
 def _is_whole(name: str) -> bool:
     """Whether every rank holds the full tensor."""
-    return name.startswith(("random/", "optimizer/step/"))
+    return name.startswith(("random/", "optimizer/step/", MEMORY))
 
 
 def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,14 +42,16 @@ from gspo_core.objective import (
     Alarm,
     Checks,
     LossStats,
+    SpreadMemory,
     TokenTerms,
     collected,
     loss_alarms,
     loss_denominators,
     loss_metrics,
     policy_loss,
+    widened_clip,
 )
-from gspo_core.objective.batch_bounds import BatchBounds, batch_bounds, effective_share, looks_at_batch
+from gspo_core.objective.batch_bounds import batch_bounds, effective_share, looks_at_batch
 from gspo_core.objective_config import ObjectiveConfig
 
 
@@ -94,6 +96,7 @@ class Learner:
         self.counters = LearnerCounters()
         self.alarms = []
         self.trained_logprobs = []
+        self._spreads = SpreadMemory()
         self._tell: Tell | None = None
         self._scored: list[tuple[tuple[int, ...], Tensor]] = []
         """Positions of sequences in the step's batch, and for each a row that starts with its actions' log-probs."""
@@ -139,7 +142,7 @@ class Learner:
         updates = []
         for share, pieces in zip(shares, work, strict=True):
             with collected() as checks:
-                stats = stats + self._accumulate(sequences, share, pieces, view.bounds)
+                stats = stats + self._accumulate(sequences, share, pieces, view)
             updates.append(self._update(view.rate_share, checks))
         judged = self._hold(sequences, view)
         self.counters.num_steps += 1
@@ -148,10 +151,17 @@ class Learner:
         num_judged = len(updates) if self._could_clip(sequences, shares, updates) else 1
         self.alarms = loss_alarms(stats, self.objective, num_updates=num_judged)
         metrics = loss_metrics(stats, self.objective, num_updates=len(updates))
+        self._remember(metrics, was_moved=num_judged > 1)
         num_empty = sum(not s.num_actions for s in sequences)
         num_idle = sum(not self._acts(s) for s in sequences) - num_empty
         metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
-        return metrics | self._update_metrics(updates) | view.metrics(self.objective, self.config.optimizer) | judged
+        return metrics | self._update_metrics(updates) | view.metrics(self.config.optimizer) | judged
+
+    def _remember(self, metrics: Mapping[str, float], *, was_moved: bool) -> None:
+        """Where no weight moved before an update, the spread is rightly 0 and says nothing of updates."""
+        spread = metrics.get("gspo/log_ratio_std") if was_moved else None
+        follows = self.objective.clip_spread is not None
+        self._spreads = self._spreads.after(spread) if follows else SpreadMemory()
 
     def step_telling(self, sequences: Sequence[TrainSequence], tell: Tell) -> dict[str, float]:
         """The same step, which tells the terms of each trained token on the way; on one rank, those of this rank."""
@@ -262,6 +272,9 @@ class Learner:
         ranks = self._ranks
         self._policy.settle()
         found = state.training_tensors(self._policy, self._optimizer, self._device)
+        if self._spreads.weight:
+            remembered = [self._spreads.total, self._spreads.weight]
+            found[state.LOG_RATIO_STD] = torch.tensor(remembered, dtype=torch.float64)
         kept = found if ranks.is_of_first_copy else {}
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in kept.items()}
         content: state.Content = {
@@ -300,6 +313,8 @@ class Learner:
         def load() -> None:
             state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
             self.counters = LearnerCounters(**content["counters"])
+            remembered = tensors.get(state.LOG_RATIO_STD)
+            self._spreads = SpreadMemory() if remembered is None else SpreadMemory(*remembered.tolist())
 
         return load
 
@@ -376,8 +391,9 @@ class Learner:
         """What the settings want to know of the whole batch before its first update; costs a pass if anything."""
         config = self.config.optimizer
         share = signal_share(sequences) if config.signal_scaling else 1.0
-        if config.max_step_k3 is None and not config.ess_scaling and not looks_at_batch(self.objective):
-            return BatchView(batch_bounds(self.objective, ()), share)
+        objective = widened_clip(self.objective, self._spreads.mean)
+        if config.max_step_k3 is None and not config.ess_scaling and not looks_at_batch(objective):
+            return BatchView(objective, batch_bounds(objective, ()), share)
         logprobs = self.logprobs(sequences, sampled_only=True)
         drifts = [
             torch.from_numpy((found - sequence.behavior_logprobs)[sequence.action_mask])
@@ -386,7 +402,8 @@ class Learner:
         ]
         self._policy.settle()
         return BatchView(
-            batch_bounds(self.objective, drifts),
+            objective,
+            batch_bounds(objective, drifts),
             share * math.sqrt(effective_share(drifts)) if config.ess_scaling else share,
             logprobs,
             None if config.max_step_k3 is None else StepStart(self._optimizer),
@@ -425,7 +442,7 @@ class Learner:
                     piece.reference_BT = table(self._reference(piece.micro_batch))
 
     def _accumulate(
-        self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work], bounds: BatchBounds
+        self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work], view: BatchView
     ) -> LossStats:
         """Sum the gradients of one update."""
         masks = [torch.tensor(sequences[index].action_mask) for index in share]
@@ -433,21 +450,19 @@ class Learner:
         stats = LossStats.zero(self._device)
         for piece in pieces:
             self._policy.sum_between_copies(now=piece is pieces[-1])
-            stats = stats + self._accumulate_one(piece, num_sequences, num_tokens, bounds)
+            stats = stats + self._accumulate_one(piece, num_sequences, num_tokens, view)
         return stats
 
-    def _accumulate_one(self, piece: _Work, num_sequences: float, num_tokens: float, bounds: BatchBounds) -> LossStats:
+    def _accumulate_one(self, piece: _Work, num_sequences: float, num_tokens: float, view: BatchView) -> LossStats:
         replaying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._routing is not None and piece.routes is not None:
             replaying = self._routing.replay(piece.routes)
         with replaying:  # covers the backward pass too, where checkpointing repeats the forward pass
-            loss, stats = self._loss(piece, num_sequences, num_tokens, bounds)
+            loss, stats = self._loss(piece, num_sequences, num_tokens, view)
             self._backward(loss)
         return stats
 
-    def _loss(
-        self, piece: _Work, num_sequences: float, num_tokens: float, bounds: BatchBounds
-    ) -> tuple[Tensor, LossStats]:
+    def _loss(self, piece: _Work, num_sequences: float, num_tokens: float, view: BatchView) -> tuple[Tensor, LossStats]:
         micro_batch = piece.micro_batch
         policy_N = self._policy(micro_batch)
         if not len(policy_N):  # this rank has no work, but the others wait for its gradients
@@ -456,7 +471,7 @@ class Learner:
         if self._ranks.counts:
             self._scored.append((micro_batch.indices, policy_BT.detach().float()))
         loss, stats = policy_loss(
-            self.objective,
+            view.objective,
             policy_BT,
             micro_batch.action_mask_BT,
             micro_batch.advantages,
@@ -468,7 +483,7 @@ class Learner:
             sequence_weights_B=micro_batch.weights_B,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
-            bounds=bounds,
+            bounds=view.bounds,
             tell=partial(self._tell, micro_batch.indices) if self._tell and self._ranks.counts else None,
         )
         return loss, stats if self._ranks.counts else LossStats.zero(self._device)

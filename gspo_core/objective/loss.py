@@ -72,7 +72,8 @@ def policy_loss(
     row's share of its episode, so that the branches of an episode count as one; rows with weight 0 are padding and
     are ignored. `num_sequences` is the sum of these weights and `num_tokens` the number of trained tokens over the
     whole update (`loss_denominators`). Both default to those of the given rows, as do the `bounds` that
-    follow from a whole batch (`batch_bounds`). `tell` is given the terms of each token.
+    follow from a whole batch (`batch_bounds`). `tell` is given the terms of each token. It keeps nothing between steps:
+    with `clip_spread`, pass it the objective that `widened_clip` makes of each step's.
     """
     inputs = prepare(
         config,

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.baselines import world
-from benchmarks.baselines.__main__ import cost, missing, run
+from benchmarks.baselines.__main__ import cost, missing, run, wanted
 from benchmarks.baselines.cells import BOUNDED, CELLS, RUNNABLE, SEEDS, SIZES, SUSTAINED, Sizes, cell
 from benchmarks.baselines.falls import collapsed, paired
 from benchmarks.baselines.falls import write as write_falls
@@ -282,6 +282,15 @@ def test_falls_are_told_by_seed_and_compared_with_the_default_of_the_same_seeds(
     assert "--name other --beside bounded_growth_1_s16`" in other
     assert next(line for line in other.splitlines() if "7: **60**" in line).split(" | ")[9].startswith("+30.0 ± ")
     assert paired([1.0, 3.0]) == (2.0, pytest.approx(12.71))
+
+
+def test_a_cell_is_named_whole_or_by_how_names_begin() -> None:
+    [one] = wanted(["sustained_gspo_s16"])
+    assert one.name == "sustained_gspo_s16", "others begin so"
+    names = [one.name for one in wanted(["sustained_gspo_s", "bounded_spread_s16"])]
+    assert {"sustained_gspo_s16", "sustained_gspo_s16_fast", "bounded_spread_s16"} < set(names)
+    assert all(name.startswith(("sustained_gspo_s", "bounded_spread_s16")) for name in names)
+    assert wanted(["nothing"]) == []
 
 
 @pytest.mark.parametrize(

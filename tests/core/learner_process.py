@@ -51,7 +51,7 @@ def resume(root: Path) -> None:
 
 BOUNDED = OptimizerConfig(lr=1e-3, max_grad_norm=None, max_grad_growth=1.0)
 HELD = OptimizerConfig(lr=1e-3, max_step_k3=1e-3, ess_scaling=True)
-FED = GATED.model_copy(update={"min_kept_frac": 0.9, "m2_bound": 0.01})
+FED = GATED.model_copy(update={"min_kept_frac": 0.9, "m2_bound": 0.01, "clip_spread": 5.0})
 # name: (objective, learner configuration, number of sequences); those named after a mixture train one
 RANK_CASES: dict[str, tuple[ObjectiveConfig, dict[str, object], int]] = {
     "gspo": (GATED, {}, 13),

@@ -190,6 +190,19 @@ def test_one_rank_goes_on_from_a_state_of_two(two_ranks: Path, tmp_path: Path, c
     assert largest_difference(trained, later) < TOLERANCE * largest_difference(saved, later)
 
 
+def test_both_ranks_remember_the_same_spread(two_ranks: Path, tmp_path: Path) -> None:
+    """Bit for bit the same, and what one rank remembers."""
+    case = "held near where it began, by bounds of the batch"
+    learner_process.run_case(two_ranks, tmp_path / case, *learner_process.RANK_CASES[case])
+    [one, first, second] = (
+        load_file(root / case / "state" / state.shard_name(rank))[state.LOG_RATIO_STD].tolist()
+        for root, rank in ((tmp_path, 0), (two_ranks, 0), (two_ranks, 1))
+    )
+    assert first == second
+    assert first == pytest.approx(one, rel=1e-3)
+    assert one[0] > 0
+
+
 def test_an_adapter_of_two_ranks_is_what_they_publish_whole(two_ranks: Path) -> None:
     place, base = two_ranks / "low rank", learner_process.model_of(two_ranks, "low rank")
     merged, whole = merged_weights(BaseWeights(base), place / "adapter"), load_weights(place / "weights")
@@ -237,11 +250,12 @@ def test_tensors_are_spread_over_another_number_of_ranks(tmp_path: Path, num_sav
     whole = {"parameter/a": torch.arange(21.0).reshape(7, 3), "optimizer/exp_avg/b": torch.arange(2.0)}
     for rank in range(num_saved):
         parts = {name: part_of(tensor, rank, num_saved) for name, tensor in whole.items()}
-        state.write_shard(tmp_path / "state", rank, parts | {"optimizer/step/a": torch.tensor(4.0)})
+        alike = {"optimizer/step/a": torch.tensor(4.0), state.LOG_RATIO_STD: torch.tensor([0.5, 2.0])}
+        state.write_shard(tmp_path / "state", rank, parts | alike)
     state.write_manifest(tmp_path / "state", num_saved, {})
     read = [state.read_state(tmp_path / "state", rank, num_loading)[1] for rank in range(num_loading)]
     for name, tensor in whole.items():
         assert torch.equal(torch.cat([one[name] for one in read]), tensor)
         for rank, one in enumerate(read):
             assert torch.equal(one[name], part_of(tensor, rank, num_loading))
-    assert all(one["optimizer/step/a"] == 4 for one in read)
+    assert all(one["optimizer/step/a"] == 4 and one[state.LOG_RATIO_STD].tolist() == [0.5, 2.0] for one in read)

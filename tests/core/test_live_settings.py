@@ -90,6 +90,7 @@ def test_one_end_of_a_gate_leaves_the_other_and_two_that_differ_are_refused() ->
         ({"optimizer": {"learning_rate": 1}}, "unknown_field", "not a setting"),
         ({"stop": {"rewards": {"at_least": 1}}}, "unknown_field", "stop.reward"),
         ({"objective": {"name": "gmpo"}}, "not_live", "determines the loss"),
+        ({"objective": {"clip_spread": 5, "clip_low": 0.2}}, "validation_failed", "a clip_low below"),
         ({"optimizer": {"lr": -1}}, "validation_failed", "greater than or equal to 0"),
         ({"optimizer": {"lr": "NaN"}}, "validation_failed", "finite"),
         ({"rollout": {"staleness_cap": 1}}, "validation_failed", "max_staleness"),

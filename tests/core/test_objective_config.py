@@ -152,6 +152,22 @@ def test_other_spellings(given: dict[str, Any], meant: dict[str, Any]) -> None:
         ({"anchor": "behavior", "m2_bound": 0.04}, "m2_bound"),
         ({"anchor": "behavior", "stale_clip": 0.1}, "stale_clip"),
         ({"loss": "sapo", "stale_clip": 0.1}, "stale_clip"),
+        *(
+            ({**keys, "clip_spread": 5}, "clip_spread")
+            for keys in (
+                {"loss": "sapo"},
+                {"name": "cispo", "clip": 0.2},
+                {"name": "grpo", "clip": 0.2},
+                {"ratio": "turn"},
+                {"loss": "vespo"},
+                {"band": {}},
+                {"anchor": "behavior"},
+                {"minibatches": 1},
+                {"clip": 0.2},
+            )
+        ),
+        ({"clip_spread": 0}, "clip_spread"),
+        ({"clip_spread": float("inf")}, "clip_spread"),
         ({"clip": True}, "clip_low"),
         ({"k3_gate": True}, "k3_gate"),
         ({"staleness_cap": False}, "staleness_cap"),
@@ -222,9 +238,9 @@ ACTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "vespo_positive": [(VESPO, {"vespo_positive": [1.0, 3.0]}), (VESPO, {"vespo_positive": [2.0, 1.0]})],
     "vespo_negative": [(VESPO, {"vespo_negative": [1.0, 2.0]}), (VESPO, {"vespo_negative": [3.0, 1.0]})],
 }  # fmt: skip
-# Read elsewhere: by a job's bounds, by the learner, by `gspo_core.advantage` (its tests), by a job's validation, by the
-# product's refusal.
-ELSEWHERE = {"name", "minibatches", "advantage", "allow_one_sided_clip", "product_max_tokens"}
+# Read elsewhere: by a job's bounds, by the learner (two of them), by `gspo_core.advantage` (its tests), by a job's
+# validation, by the product's refusal.
+ELSEWHERE = {"name", "minibatches", "clip_spread", "advantage", "allow_one_sided_clip", "product_max_tokens"}
 GATES = {"k3_gate": 0.08, "outlier_gate": 3.0, "off_policy_gate": 0.1, "staleness_cap": 6}
 
 

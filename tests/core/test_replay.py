@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "falling rate": ("Qwen3", {}, {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}}),
     "bounded by its name": ("Qwen3", {}, {"objective": {"name": "gspo", "minibatches": 2}}),
+    "a clip that widens": ("Qwen3", {}, {"objective": {"minibatches": 2, "clip_spread": 5.0}}),
     "pull to the reference": ("Qwen3", {}, {"objective": {"minibatches": 2, "kl_coef": 0.1}}),
 }
 
