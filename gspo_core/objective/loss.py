@@ -71,9 +71,8 @@ def policy_loss(
     sampler is the proximal policy, and a turn is a contiguous run of trained tokens. `sequence_weights_B` holds each
     row's share of its episode, so that the branches of an episode count as one; rows with weight 0 are padding and
     are ignored. `num_sequences` is the sum of these weights and `num_tokens` the number of trained tokens over the
-    whole update (`loss_denominators`). Both default to those of the given rows, as do the `bounds` that
-    follow from a whole batch (`batch_bounds`). `tell` is given the terms of each token. It keeps nothing between steps:
-    with `clip_spread`, pass it the objective that `widened_clip` makes of each step's.
+    whole update (`loss_denominators`). Both default to those of the given rows, as do the `bounds` of a whole batch
+    (`batch_bounds`). `tell` is given the terms of each token. `clip_spread` acts through `widened_clip` alone.
     """
     inputs = prepare(
         config,
