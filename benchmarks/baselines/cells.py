@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.demo.demo import JOB_FILE
+from examples.demo.demo import LONG, SHORT
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 
 Attribution = Literal["recorded", "oldest", "newest"]
-Model = Literal["dense", "mixture", "rare"]
-"""`rare`: as `dense`, with habits so bad that it hardly ever succeeds."""
+Model = Literal["dense", "mixture", "rare", "search"]
+"""`rare`: as `dense`, with habits so bad that it hardly ever succeeds. `search`: the long demo's, for its
+task."""
 Schedule = Literal["halving", "sustained"]
 """How an episode ages: from the whole age to half of it, or by one step only."""
 
-ENVIRONMENT = "benchmarks.baselines.world:Calculator"
+CALCULATOR, SEARCH = "benchmarks.baselines.world:Calculator", "benchmarks.baselines.world:SearchQA"
 SEEDS = (0, 1, 2)
 STALENESS = (0, 4, 16)
 SUBJECT_STALENESS = 16
@@ -60,10 +61,10 @@ class Sizes:
 SIZES = Sizes()
 STEP_S, EVALUATED_S = 0.55, 0.006
 """Seconds of a free core for a step, and for an episode of an evaluation, as 36 runs took them."""
-HELD_OUT = 200
-"""All held-out tasks that the calculator has."""
-JUDGED_TIMES = 5
-"""200 tasks so often are a thousand episodes."""
+HELD_OUT: Mapping[Model, int] = {"dense": 200, "mixture": 200, "rare": 200, "search": 100}
+"""All held-out tasks of the world that each model plays."""
+JUDGED_EPISODES = 1000
+"""So many in an evaluation that judges a run: each held-out task is played equally often."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,17 @@ class SustainedRun:
         return f"sustained_{kind}_s{staleness}{self.suffix}"
 
 
+SUCCESSES = "successes"
+"""The kind of cell that is trained on these alone."""
 SUSTAINED_RUNS = (
-    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "wide", "prefix", "faded", "signal", "both")),
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "wide", "prefix", "faded", "signal", "both", SUCCESSES)),
     SustainedRun(64, 14, 24, (320, 328, 336), ("grpo", "faded", "signal", "both"), "_long"),
     SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "faded", "signal", "both"), "_fast", {"lr": 2 * OPTIMIZER["lr"]}),
     SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "signal"), "_rare", model="rare"),
+    SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "signal", SUCCESSES), "_search", {"lr": 1.5e-4}, model="search"),
 )
 """At twice the rate runs fall often enough to tell what keeps them from it; from the rare model nearly all groups fail
-as a whole at first."""
+as a whole at first; the last one is another task, at its demo's rate."""
 _MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
@@ -115,6 +119,8 @@ class Cell:
     model: Model = "dense"
     attribution: Attribution = "recorded"
     """Which version's log-probs are trained as those of the sampler: the true ones, or those of one version for all."""
+    only_successes: bool = False
+    """Whether all that failed teaches nothing: what can be learned so needs no negative advantages."""
     learner: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """What differs from that of the others."""
@@ -126,7 +132,7 @@ class Cell:
     eval_every: int | None = None
     """Likewise."""
     judged_at: tuple[int, ...] = ()
-    """After these steps ``JUDGED_TIMES`` as many episodes are played of each held-out task."""
+    """After these steps an evaluation has ``JUDGED_EPISODES``."""
 
     @property
     def tier(self) -> int:
@@ -135,20 +141,26 @@ class Cell:
             return 0
         return {"main": 1, "long": 1, "bounded": 1, "young": 1, "sustained": 1, "ablation": 2, "mixture": 3}[self.table]
 
+    @property
+    def judged_times(self) -> int:
+        """How often each held-out task is played where a run is judged."""
+        return JUDGED_EPISODES // HELD_OUT[self.model]
+
     def cost_s(self, sizes: Sizes) -> float:
         """About how long a run takes a free core."""
         steps, every = self.times * sizes.steps, self.eval_every or sizes.eval_every
-        judged = len(self.judged_at) * JUDGED_TIMES
+        judged = len(self.judged_at) * self.judged_times
         evaluated = steps // every + 1 - sum(step % every == 0 for step in self.judged_at) + judged
         return steps * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""
-        base = load_job_spec(JOB_FILE).model_dump(mode="json", exclude_unset=True)
+        demo, environment = (LONG, SEARCH) if self.model == "search" else (SHORT, CALCULATOR)
+        base = load_job_spec(demo.job_file).model_dump(mode="json", exclude_unset=True)
         changes = {
             "model": str(model_dir),
             "seed": seed,
-            "environments": [{"ref": ENVIRONMENT}],
+            "environments": [{"ref": environment}],
             "objective": dict(self.objective),
             "learner": dict(self.learner),
             "optimizer": {**OPTIMIZER, **self.optimizer},
@@ -309,6 +321,7 @@ def _sustained(run: SustainedRun) -> list[Cell]:
         ),
         "faded": (f"GSPO, max_grad_growth: 1, {told}, {short}", {**wide, "prefix_threshold": 0.2}, usual),
         "signal": ("GSPO, max_grad_growth: 1, signal_scaling", GSPO, scaled),
+        SUCCESSES: ("GSPO, max_grad_growth: 1, successes alone", GSPO, usual),
         "both": (
             f"GSPO, max_grad_growth: 1, {told}, {short}, signal_scaling",
             {**wide, "prefix_threshold": 0.2},
@@ -323,10 +336,11 @@ def _sustained(run: SustainedRun) -> list[Cell]:
             kinds[kind][1],
             staleness,
             run.model,
+            only_successes=kind == SUCCESSES,
             optimizer={**kinds[kind][2], **run.optimizer},
             times=run.times,
             schedule="sustained",
-            eval_tasks=HELD_OUT,
+            eval_tasks=HELD_OUT[run.model],
             eval_every=run.eval_every,
             judged_at=run.judged_at,
         )

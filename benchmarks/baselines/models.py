@@ -1,5 +1,5 @@
-"""The models that cells start from: the demo's, a mixture of experts that went to the same school, and one that was
-shown worse habits.
+"""The models that cells start from: those of both demos, a mixture of experts that went to the first one's school, and
+one that was shown worse habits.
 
 Rule: made once, under the working directory; a directory is complete or absent.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.baselines.cells import Model
+from examples.demo import search_demonstrations
 from examples.demo.course import Course
 from examples.demo.demonstrations import COURSE, CalculatorMistakes
 from examples.demo.model import BATCH_SIZE, School, make_demo_model
@@ -35,7 +36,11 @@ MIXTURE = {
 
 RARELY_RIGHT = CalculatorMistakes(guess=0.75, malformed=0.3, shortened=0.3, talkative=0.8)
 """About one demonstration in thirty is right."""
-COURSES: Mapping[str, Course] = {"dense": COURSE, "rare": dataclasses.replace(COURSE, mistakes=RARELY_RIGHT)}
+COURSES: Mapping[str, Course] = {
+    "dense": COURSE,
+    "rare": dataclasses.replace(COURSE, mistakes=RARELY_RIGHT),
+    "search": search_demonstrations.COURSE,
+}
 
 
 def model_dir(work: Path, model: Model, *, say: Callable[[str], None] = print) -> Path:

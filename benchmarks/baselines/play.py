@@ -33,7 +33,6 @@ from services.workers.setting import EpisodeSetting, EpisodeSpec
 JOB = "baselines"
 MAX_SWITCH = 20
 """An episode changes its weights after 1 to so many sampled tokens."""
-CONTEXT_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,13 @@ class Ages:
     def sustained(cls, step: int, staleness: int) -> Ages:
         """``staleness`` steps old at the start of an episode, and one step younger at its end."""
         return cls(max(0, step - staleness), max(0, step - max(0, staleness - 1)))
+
+
+def context_length(spec: JobSpec) -> int:
+    """What the sampler has room for: as much as the job lets an episode have."""
+    length = spec.limits.max_context_tokens
+    assert length is not None
+    return length
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,7 @@ async def _attempt(
         environment=0,
         group_size=task.size,
     )
-    order = EpisodeSpec.from_spec(spec, environment, lease, CONTEXT_LENGTH)
+    order = EpisodeSpec.from_spec(spec, environment, lease, context_length(spec))
     ledger = Ledger(key, 0, order.temperature)
     session = environment.session(limits=order.limits, episode_id=str(key))
     try:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baselines.cells import JUDGED_TIMES, Cell, Sizes
+from benchmarks.baselines.cells import Cell, Sizes
 from benchmarks.baselines.training import Result
 
 HARNESS = 1
@@ -39,8 +39,10 @@ def conditions(cell: Cell, seed: int, sizes: Sizes) -> dict[str, Any]:
     later: dict[str, Any] = {}  # what came later is named where it is used, so that earlier runs stay valid
     if cell.schedule != "halving":
         later |= {"schedule": cell.schedule}
+    if cell.only_successes:
+        later |= {"only_successes": True}
     if cell.judged_at:
-        later |= {"judged_at": list(cell.judged_at), "judged_times": JUDGED_TIMES}
+        later |= {"judged_at": list(cell.judged_at), "judged_times": cell.judged_times}
     return {"harness": HARNESS, **about, "job": job, "objective": objective, **later}
 
 

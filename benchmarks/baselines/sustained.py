@@ -12,7 +12,16 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.baselines.cells import HELD_OUT, JUDGED_TIMES, SIZES, SUSTAINED, SUSTAINED_RUNS, Sizes, SustainedRun
+from benchmarks.baselines.cells import (
+    HELD_OUT,
+    JUDGED_EPISODES,
+    SIZES,
+    SUCCESSES,
+    SUSTAINED,
+    SUSTAINED_RUNS,
+    Sizes,
+    SustainedRun,
+)
 from benchmarks.baselines.falls import JUDGED, TOO_FAR, WINDOW, paired
 from benchmarks.baselines.report import RESULTS, Row, area, largest_fall
 from benchmarks.baselines.store import Run, Store
@@ -30,6 +39,7 @@ COMPARED = (
     (SIGNAL, DEFAULT, "With signal_scaling less without"),
     (SIGNAL, None, "With signal_scaling at age {age} less GSPO at age 0"),
     (SIGNAL, GRPO, "With signal_scaling less GRPO at age {age}"),
+    (SUCCESSES, DEFAULT, "Successes alone less all"),
 )
 """Two kinds at the age; without a second it is the default on fresh data."""
 ALLOWED_COST = {16: 0.05, 64: 0.15}
@@ -42,7 +52,7 @@ OLD_ENOUGH = 0.9
 PAGE = """# Data that stay {age} steps old{apart}
 
 Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../../docs/staleness.md) says what follows.
-{steps} steps of {groups} groups of {size} episodes of the calculator. Each episode begins under the weights of {age}
+{steps} steps of {groups} groups of {size} episodes of {world}. Each episode begins under the weights of {age}
 steps ago and goes on under those of {younger} steps ago from a drawn token on. *Sustained* is an age if at least 90 %
 of the trained tokens are so many steps old, or one more or less, for at least four times as many steps. The seeds were
 drawn (`UNSEEN`) after all of the other pages' runs. Held-out success on {tasks} tasks every {every} steps; after steps
@@ -116,10 +126,11 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
         apart=_apart(about) + (", from another warm start" if name != f"sustained{about.suffix}" else ""),
         younger=about.age - 1,
         every=about.eval_every,
-        tasks=HELD_OUT,
+        tasks=HELD_OUT[about.model],
+        world="`search_qa`, the long demo's task" if about.model == "search" else "the calculator",
         judged=", ".join(map(str, about.judged_at)),
-        times=JUDGED_TIMES,
-        episodes=f"{JUDGED_TIMES * HELD_OUT:,}",
+        times=found[0].cell.judged_times,
+        episodes=f"{JUDGED_EPISODES:,}",
         host=_host(found),
         table=_table(found),
         differences=differences,
@@ -135,6 +146,8 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
 
 def _apart(about: SustainedRun) -> str:
     """What makes these runs other ones than those of the first page."""
+    if about.model == "search":
+        return ", on the long demo's task"
     if about.optimizer:
         return f", at a learning rate of {about.optimizer['lr']:g}"
     return ", where success is rare at first" if about.model == "rare" else ""

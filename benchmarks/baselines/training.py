@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.baselines.cells import JUDGED_TIMES, Attribution, Cell
-from benchmarks.baselines.play import CONTEXT_LENGTH, Ages, Task, play
+from benchmarks.baselines.cells import Attribution, Cell
+from benchmarks.baselines.play import Ages, Task, context_length, play
 from benchmarks.baselines.sampler import DenseSampler, MixtureSampler, Sampler
 from gspo_core.batch import TrainSequence
 from gspo_core.chat import HermesCodec, load_tokenizer
@@ -91,7 +91,9 @@ class Training:
         self._codec = HermesCodec(load_tokenizer(model))
         self._learner = Learner(model, learner_config(spec), spec.training_objective, seed=spec.seed)
         self._sampler: Sampler = (
-            DenseSampler(model, CONTEXT_LENGTH) if cell.model == "dense" else MixtureSampler(self._codec.stop_ids[1])
+            MixtureSampler(self._codec.stop_ids[1])
+            if cell.model == "mixture"
+            else DenseSampler(model, context_length(spec))
         )
         num_tasks = self._environment.num_tasks(Split.TRAIN)
         assert num_tasks is not None
@@ -113,7 +115,7 @@ class Training:
             self._train(step, groups)
             done = step + 1
             if done in self._cell.judged_at:
-                evaluations.append((done, self._evaluate(done, JUDGED_TIMES)))
+                evaluations.append((done, self._evaluate(done, self._cell.judged_times)))
             elif done % evaluation.every == 0 or done == self._spec.steps:
                 evaluations.append((done, self._evaluate(done)))
         self._seconds["all"] = time.process_time() - started
@@ -150,6 +152,8 @@ class Training:
         config = self._spec.objective.advantage
         sequences = train_batch(groups, lambda versions: np.asarray(step - versions, np.int32), config).sequences
         sequences = attribute(sequences, step, self._cell.attribution, self._sampler)
+        if self._cell.only_successes:
+            sequences = without_failures(sequences)
         metrics = self._learner.step(sequences)
         within = {"staleness/within_one": _within_one(sequences, self._cell.staleness)}
         self._metrics.append(metrics | group_metrics(groups) | within)
@@ -199,6 +203,11 @@ def attribute(
                 one, behavior_logprobs=claimed, staleness=np.full_like(one.staleness, age)
             )
     return result
+
+
+def without_failures(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Those below their group's mean teach nothing; they still count in the mean over the batch."""
+    return [dataclasses.replace(one, advantages=np.maximum(one.advantages, 0.0)) for one in sequences]
 
 
 def _within_one(sequences: Sequence[TrainSequence], staleness: int) -> float:

@@ -1,10 +1,10 @@
-"""The calculator with async members, which run on the event loop: the same world without a thread for each episode."""
+"""The demos' worlds with async members, which run on the event loop: the same without a thread for each episode."""
 
 from __future__ import annotations
 
 import functools
 
-from environments import calculator
+from environments import calculator, search_qa
 
 
 class Calculator(calculator.Calculator):
@@ -25,3 +25,31 @@ class Calculator(calculator.Calculator):
     @functools.wraps(calculator.Calculator.get_reward)
     async def get_reward(self) -> float:  # type: ignore[override]
         return super().get_reward()
+
+
+class SearchQA(search_qa.SearchQA):
+    __doc__ = search_qa.SearchQA.__doc__
+
+    @functools.wraps(search_qa.SearchQA.reset)
+    async def reset(self, question: str, answer: str, path: list[str]) -> str:  # type: ignore[override]
+        return super().reset(question, answer, path)
+
+    @functools.wraps(search_qa.SearchQA.search)
+    async def search(self, query: str, limit: int = 5) -> list[dict[str, str]]:  # type: ignore[override]
+        return super().search(query, limit)
+
+    @functools.wraps(search_qa.SearchQA.read)
+    async def read(self, title: str) -> str:  # type: ignore[override]
+        return super().read(title)
+
+    @functools.wraps(search_qa.SearchQA.on_message)
+    async def on_message(self, text: str) -> None:  # type: ignore[override]
+        super().on_message(text)
+
+    @functools.wraps(search_qa.SearchQA.get_reward)
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return super().get_reward()
+
+    @functools.wraps(search_qa.SearchQA.close)
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.baselines import world
+from benchmarks.baselines import alarms, world
 from benchmarks.baselines.__main__ import cost, missing, run, wanted
-from benchmarks.baselines.cells import BOUNDED, CELLS, RUNNABLE, SEEDS, SIZES, SUSTAINED, Sizes, cell
+from benchmarks.baselines.cells import BOUNDED, CELLS, HELD_OUT, RUNNABLE, SEEDS, SIZES, SUSTAINED, Sizes, cell
 from benchmarks.baselines.falls import collapsed, paired
 from benchmarks.baselines.falls import write as write_falls
-from benchmarks.baselines.play import CONTEXT_LENGTH, Ages, Task, play
+from benchmarks.baselines.play import Ages, Task, context_length, play
 from benchmarks.baselines.pooled import bounded_runs, highest_share
 from benchmarks.baselines.pooled import write as write_pooled
 from benchmarks.baselines.report import RESULTS, area, rows, write
 from benchmarks.baselines.sampler import DenseSampler
 from benchmarks.baselines.store import Store
 from benchmarks.baselines.sustained import write as write_sustained
-from benchmarks.baselines.training import Result, attribute
-from environments import calculator
+from benchmarks.baselines.training import Result, attribute, without_failures
+from environments import calculator, search_qa
 from examples.demo.model import School
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
@@ -60,14 +60,21 @@ def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
     sustained = [found for found, one in zip(evaluations, RUNNABLE, strict=True) if one in SUSTAINED]
     others = [found for found, one in zip(evaluations, RUNNABLE, strict=True) if one not in SUSTAINED]
     assert all(one == others[0] for one in others)
-    assert all(one in ({**others[0], "tasks": 200, "every": every} for every in (12, 24)) for one in sustained)
-    assert all(one == shared[0] for one in shared)
-    distinct = {(one.model, one.attribution, jobs[one.name].model_dump_json(exclude={"model"})) for one in RUNNABLE}
+    assert [found.pop("tasks") for found in sustained] == [HELD_OUT[one.model] for one in SUSTAINED]
+    assert all(one | {"tasks": 100} in ({**others[0], "every": every} for every in (12, 24)) for one in sustained)
+    for search in (False, True):
+        alike = [job for job, one in zip(shared, RUNNABLE, strict=True) if (one.model == "search") is search]
+        assert all(job == alike[0] for job in alike)
+    distinct = {
+        (one.model, one.attribution, one.only_successes, jobs[one.name].model_dump_json(exclude={"model"}))
+        for one in RUNNABLE
+    }
     assert len(distinct) == len(RUNNABLE), "two cells compute the same"
 
 
-def test_the_world_without_threads_is_the_calculator() -> None:
-    ours, theirs = (load_environment(f"{module}:Calculator") for module in (world.__name__, calculator.__name__))
+@pytest.mark.parametrize("theirs", [calculator.Calculator, search_qa.SearchQA])
+def test_a_world_without_threads_is_the_one_with_them(theirs: type) -> None:
+    ours, theirs = (load_environment(f"{module}:{theirs.__name__}") for module in (world.__name__, theirs.__module__))
     assert isinstance(ours, PlainEnvironment)
     assert isinstance(theirs, PlainEnvironment)
     assert ours.tools == theirs.tools
@@ -80,10 +87,10 @@ def test_every_token_has_the_log_prob_of_the_version_that_is_said_to_have_sample
 ) -> None:
     other = tmp_path / "other"
     write_untrained(other, School(other, 0).codec, 1)
-    sampler = DenseSampler(model, CONTEXT_LENGTH)
+    spec = cell("gspo_s4").job(model, 0, TINY)
+    sampler = DenseSampler(model, context_length(spec))
     sampler.add(0, model)
     sampler.add(1, other)
-    spec = cell("gspo_s4").job(model, 0, TINY)
     environment, codec = load_environment(spec.environments[0].ref), HermesCodec(load_tokenizer(model))
     tasks = [Task(group, group, Split.TRAIN, 2) for group in range(3)]
     groups = play(spec, environment, codec, sampler, tasks, Ages(0, 1))
@@ -316,3 +323,46 @@ def test_the_pooled_page_says_what_the_published_numbers_say(tmp_path: Path) -> 
     assert len({run.seed for run in found} - {1, 16, 8819}) >= 50
     assert not any(run.has_collapsed for run in found)
     assert highest_share(59) == pytest.approx(0.05, abs=0.001), "the rule of three"
+
+
+def test_the_page_of_alarms_says_what_the_published_numbers_say(tmp_path: Path) -> None:
+    for name in alarms.SERIES:
+        (tmp_path / f"{name}.json").symlink_to(RESULTS / f"{name}.json")
+    assert alarms.write(tmp_path) == (RESULTS / "alarms.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("curve", "after", "worth"),
+    [
+        ((0.5, 0.9, 0.95, 0.6, 0.9), [10], "warned"),
+        ((0.5, 0.9, 0.95, 0.6, 0.9), [18], "at the fall"),
+        ((0.5, 0.9, 0.95, 0.6, 0.9), [5, 20], "later"),
+        ((0.5, 0.9, 0.95, 0.6, 0.9), [5], "never"),
+        ((0.5, 0.9, 0.95, 0.86, 0.9), [20], "false"),
+        ((0.5, 0.9, 0.95, 0.86, 0.9), [], "silent"),
+        ((0.5, 0.9, 0.95, 0.86, 0.9), None, "unknown"),
+    ],
+)
+def test_an_alarm_is_worth_what_it_says_in_time(curve: tuple[float, ...], after: list[int] | None, worth: str) -> None:
+    run = alarms.Recorded("falls", "GSPO", 0, [(6 * place, value) for place, value in enumerate(curve)], {}, 100)
+    assert alarms.Rung(run, after).kind == worth
+
+
+def test_a_fall_rings_when_it_is_more_than_chance() -> None:
+    def rung(*curve: float) -> list[int]:
+        evaluations = [(6 * place, value) for place, value in enumerate(curve)]
+        return alarms.fallen_evaluations(alarms.Recorded("falls", "GSPO", 0, evaluations, {}, 100))
+
+    assert rung(0.3, 0.9, 0.8, 0.92) == []
+    assert rung(0.3, 0.9, 0.7, 0.92) == [12]
+
+
+def test_a_cell_that_learns_of_successes_alone_keeps_them_as_they_are(model: Path) -> None:
+    spec = cell("gspo_s4").job(model, 0, TINY)
+    environment, codec = load_environment(spec.environments[0].ref), HermesCodec(load_tokenizer(model))
+    sampler = DenseSampler(model, context_length(spec))
+    sampler.add(0, model)
+    groups = play(spec, environment, codec, sampler, [Task(0, 0, Split.TRAIN, 2)], Ages(0, 0))
+    sequence = train_batch(groups, np.zeros_like, spec.objective.advantage).sequences[0]
+    good, bad = (dataclasses.replace(sequence, advantages=advantage) for advantage in (0.5, -0.5))
+    assert [one.advantages for one in without_failures([good, bad])] == [0.5, 0.0]
