@@ -44,8 +44,8 @@ EVALUATIONS_BEFORE = 2
 PAGE = """# What the alarms would have said
 
 Written by `python -m benchmarks.baselines.alarms` from the numbers of {series}, whose pages have the conditions;
-nothing was run for it. {num_runs} runs at ages of 0 to 64 steps, {num_fallen} of which fell by more than 10 points below
-the best of their evaluations before.
+nothing was run for it. {num_runs} runs at ages of 0 to 64 steps, {num_fallen} of which fell by more than 10 points
+below the best of their evaluations before.
 
 - *warned*: runs that fell in which the alarm rang in the steps between the second evaluation before the one that
   shows the fall and that one; *at the fall*: it rang with that evaluation. *later*: it rang after it only.
