@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from environments import calculator, search_qa
+
+if TYPE_CHECKING:
+    from gspo_core.env import Context
 
 
 class Calculator(calculator.Calculator):
@@ -31,8 +35,10 @@ class SearchQA(search_qa.SearchQA):
     __doc__ = search_qa.SearchQA.__doc__
 
     @functools.wraps(search_qa.SearchQA.reset)
-    async def reset(self, question: str, answer: str, path: list[str]) -> str:  # type: ignore[override]
-        return super().reset(question, answer, path)
+    async def reset(  # type: ignore[override]
+        self, question: str, answer: str, path: list[str], ctx: Context | None = None
+    ) -> str:
+        return super().reset(question, answer, path, ctx)
 
     @functools.wraps(search_qa.SearchQA.search)
     async def search(self, query: str, limit: int = 5) -> list[dict[str, str]]:  # type: ignore[override]
