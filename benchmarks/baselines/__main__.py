@@ -10,7 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.baselines.cells import CELLS, CONFIRMING, DRAWN, RUNNABLE, SEEDS, SIZES, UNSEEN, Cell, Model, Sizes
+from benchmarks.baselines.cells import (
+    CELLS,
+    CONFIRMING,
+    DRAWN,
+    LATEST,
+    RUNNABLE,
+    SEEDS,
+    SIZES,
+    UNSEEN,
+    Cell,
+    Model,
+    Sizes,
+)
 from benchmarks.baselines.store import Store
 
 
@@ -91,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     running.add_argument("--drawn", type=int, default=0, help="with so many drawn seeds more")
     running.add_argument("--confirming", type=int, default=0, help="with so many more that were drawn later")
     running.add_argument("--unseen", type=int, default=0, help="with so many more that were drawn after all others")
+    running.add_argument("--latest", type=int, default=0, help="with so many of those that judge the default")
     given = parser.parse_args(argv)
     if given.command in ("report", "falls"):
         from benchmarks.baselines import falls, report
@@ -108,7 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = wanted(given.only)
     if not cells:
         parser.error(f"no cell begins with {given.only}; there are {', '.join(cell.name for cell in RUNNABLE)}")
-    seeds = [*given.seeds, *DRAWN[: given.drawn], *CONFIRMING[: given.confirming], *UNSEEN[: given.unseen]]
+    seeds = [
+        *given.seeds,
+        *DRAWN[: given.drawn],
+        *CONFIRMING[: given.confirming],
+        *UNSEEN[: given.unseen],
+        *LATEST[: given.latest],
+    ]
     print(cost(Store(given.work), cells, seeds), flush=True)
     if given.cost:
         return 0

@@ -369,6 +369,8 @@ CONFIRMING = tuple(random.Random("signal").sample(range(1000, 100_000), 50))
 """Drawn after `signal_scaling` was chosen, to see whether a run with it collapses."""
 UNSEEN = tuple(random.Random("unseen").sample(range(1000, 100_000), 30))
 """Drawn after all of the others had run: for cells that had never run, and for sustained ages."""
+LATEST = tuple(random.Random("default").sample(range(1000, 100_000), 20))
+"""Drawn when `signal_scaling` had become the default on old data, to judge it."""
 SUSTAINED: tuple[Cell, ...] = tuple(one for run in SUSTAINED_RUNS for one in _sustained(run))
 """What an age costs that lasts; reported by ``sustained``."""
 RUNNABLE = (*CELLS, *BOUNDED, *SUSTAINED)

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.baselines.cells import (
     HELD_OUT,
     JUDGED_EPISODES,
+    LATEST,
     SIZES,
     SUCCESSES,
     SUSTAINED,
@@ -55,7 +56,7 @@ Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../..
 {steps} steps of {groups} groups of {size} episodes of {world}. Each episode begins under the weights of {age}
 steps ago and goes on under those of {younger} steps ago from a drawn token on. *Sustained* is an age if at least 90 %
 of the trained tokens are so many steps old, or one more or less, for at least four times as many steps. The seeds were
-drawn (`UNSEEN`) after all of the other pages' runs. Held-out success on {tasks} tasks every {every} steps; after steps
+drawn ({drawn}. Held-out success on {tasks} tasks every {every} steps; after steps
 {judged} each task is played {times} times, which is {episodes} episodes. {host}
 
 - *end*: mean of the last three evaluations, mean over seeds and (lowest to highest). *area*: mean success over all
@@ -129,6 +130,7 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
         tasks=HELD_OUT[about.model],
         world="`search_qa`, the long demo's task" if about.model == "search" else "the calculator",
         judged=", ".join(map(str, about.judged_at)),
+        drawn=_drawn(found),
         times=found[0].cell.judged_times,
         episodes=f"{JUDGED_EPISODES:,}",
         host=_host(found),
@@ -142,6 +144,12 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
     (results / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     plot(about.age, found, results / f"{name}.png")
     return text
+
+
+def _drawn(found: Sequence[Row]) -> str:
+    """When they were: before what was known."""
+    latest = {run.seed for row in found for run in row.runs} & set(LATEST)
+    return "`LATEST`) when the default had been chosen" if latest else "`UNSEEN`) after all of the other pages' runs"
 
 
 def _apart(about: SustainedRun) -> str:
