@@ -193,7 +193,7 @@ $(K8S_SCHEMAS)/ready: Makefile
 	@touch $@
 
 # Validators that are generated from the definitions of kinds that are not Kubernetes' own.
-K8S_DEFINITIONS := keda@2.0.0 prometheus-operator@6.0.0 gateway-api@0.5.1
+K8S_DEFINITIONS := keda@2.0.0 prometheus-operator@6.0.0 gateway-api@2.0.0
 
 $(K8S_SCHEMAS)/definitions/ready: Makefile
 	npm install --silent --no-audit --no-fund --no-save --prefix $(@D) $(K8S_DEFINITIONS:%=@kubernetes-models/%)

@@ -535,11 +535,21 @@ def _scales(scaler: Object, owner: Object) -> bool:
     return (reference.get("kind"), reference["name"]) == (owner["kind"], owner["metadata"]["name"])
 
 
+def scaling_behavior(scaler: Object) -> Object:
+    """How fast a HorizontalPodAutoscaler, or the one that KEDA makes of a ScaledObject, changes the replicas."""
+    spec = scaler["spec"]
+    if scaler["kind"] == "ScaledObject":
+        spec = spec.get("advanced", {}).get("horizontalPodAutoscalerConfig", {})
+    behavior: Object = spec.get("behavior", {})
+    return behavior
+
+
 def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[str]:
     if one["kind"] not in SCALERS:
         return []
     reference = one["spec"]["scaleTargetRef"]
     target = reference.get("kind", "Deployment"), reference["name"]
+    behavior = scaling_behavior(one)
     if one["kind"] == "ScaledObject":
         used = set(re.findall(r"gspo_\w+", str(one["spec"]["triggers"])))
     else:
@@ -547,4 +557,6 @@ def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[
     found = [f"{name} is no metric of ours" for name in used - metrics] or ([] if used else ["it scales by nothing"])
     if target not in {(other["kind"], other["metadata"]["name"]) for other in objects}:
         found.append(f"{target[0]} {target[1]}, which is to be scaled, does not exist")
+    if not behavior.get("scaleDown", {}).get("policies"):
+        found.append(f"{target[0]} {target[1]} is let go all at once")
     return found + (["scaled by the lag of a stream"] if "lagCount" in str(one) else [])

@@ -21,7 +21,7 @@ import yaml
 from services.api.routes.telemetry import SHOWN
 from services.launch import snapshot
 from tests.apparatus.k8s.lowered import SERVED, lowered
-from tests.repo.manifest_policy import CALLERS, PRIVATE, containers, problems, workloads
+from tests.repo.manifest_policy import CALLERS, PRIVATE, containers, problems, scaling_behavior, workloads
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
@@ -97,6 +97,33 @@ def test_the_schemas_of_others_refuse_what_does_not_fit() -> None:
     scaler["spec"]["triggers"] = {}
     monitor["spec"]["podMetricsEndpoints"][0]["interval"] = 15
     assert [line.split(":")[0] for line in refused([scaler, monitor])] == ["ScaledObject engine", "PodMonitor engine"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "at", "known"),
+    [
+        ("ScaledObject", "rollout", "spec.coolDownPeriod", "spec.cooldownPeriod"),
+        ("ScaledObject", "rollout", "spec.advanced.behavior", "spec.advanced.scalingModifiers"),
+        ("HTTPRoute", "api", "spec.rules.0.backendRefs.0.portName", "spec.rules.0.backendRefs.0.weight"),
+        ("ServiceMonitor", "api", "spec.endpoints.0.metricsPath", "spec.endpoints.0.scrapeTimeout"),
+        ("PodMonitor", "engine", "spec.podMetricsEndpoints.0.targets", "spec.podMetricsEndpoints.0.scrapeTimeout"),
+        ("PrometheusRule", "gspo", "spec.groups.0.rules.0.keepFor", "spec.groups.0.interval"),
+    ],
+)
+def test_a_field_that_a_definition_does_not_know_is_noticed(kind: str, name: str, at: str, known: str) -> None:
+    """A cluster drops it without a word; what the definition knows beside what we set is taken."""
+    one = copy.deepcopy(of(render("prod"), kind, name))
+    assert not [line for line in refused([_with(one, known, {})]) if "unknown" in line]
+    assert refused([_with(one, at, 1)]) == [f"{kind} {name}: .{at} is unknown"]
+
+
+def _with(one: Any, path: str, value: object) -> Any:
+    changed = inner = copy.deepcopy(one)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for part in parents:
+        inner = inner[part]
+    inner[last] = value
+    return changed
 
 
 def refused(objects: list[dict[str, Any]]) -> list[str]:
@@ -183,6 +210,37 @@ def test_a_group_of_engines_with_a_word_that_its_kind_does_not_know_is_refused()
     assert misfits(group, SCHEMAS["LeaderWorkerSet"]["spec"], "") == []
     group["leaderWorkerTemplate"]["restartPolicy"] = "Always"
     assert len(misfits(group, SCHEMAS["LeaderWorkerSet"]["spec"], "")) == 1
+
+
+def test_a_group_of_engines_with_a_field_that_its_kind_does_not_know_is_refused() -> None:
+    """The list holds all fields of the kind: those that we do not set are taken, and no others."""
+    group = of(render("multi-node"), "LeaderWorkerSet", "engine")
+    policy = "spec.leaderWorkerTemplate.subGroupPolicy"
+    known = _with(
+        _with(group, policy, {"subGroupSize": 1}), "spec.rolloutStrategy.rollingUpdateConfiguration.partition", 0
+    )
+    assert misfits(known["spec"], SCHEMAS["LeaderWorkerSet"]["spec"], "") == []
+    unknown = _with(known, f"{policy}.size", 1)
+    assert misfits(unknown["spec"], SCHEMAS["LeaderWorkerSet"]["spec"], "") == [
+        ".leaderWorkerTemplate.subGroupPolicy.size is unknown"
+    ]
+
+
+def test_kueue_is_asked_by_the_label_that_it_reads() -> None:
+    """It reads the JobSet's own labels; what is misspelt is admitted by nobody and starts at once."""
+    labels = of(render("multi-node"), "JobSet", "trainer")["metadata"]["labels"]
+    assert {name for name in labels if "kueue" in name} == {"kueue.x-k8s.io/queue-name"}
+
+
+def test_keda_lets_workers_go_as_the_autoscaler_does_that_it_replaces() -> None:
+    (ours,) = [one for one in render("two-gpus") if one["kind"] == "HorizontalPodAutoscaler"]
+    theirs = of(render("prod"), "ScaledObject", ours["metadata"]["name"])
+    assert "HorizontalPodAutoscaler" not in {one["kind"] for one in render("prod")}
+    assert scaling_behavior(theirs) == scaling_behavior(ours)
+    least, most = theirs["spec"]["minReplicaCount"], theirs["spec"]["maxReplicaCount"]
+    assert (least, most) == (ours["spec"]["minReplicas"], ours["spec"]["maxReplicas"])
+    (trigger,), (metric,) = theirs["spec"]["triggers"], ours["spec"]["metrics"]
+    assert trigger["metadata"]["threshold"] == metric["external"]["target"]["averageValue"]
 
 
 def of(objects: list[Any], kind: str, name: str) -> Any:
@@ -380,6 +438,10 @@ def _kept_from_gpus(objects: list[Any]) -> None:
     del pod(objects, "trainer")["tolerations"]
 
 
+def _all_at_once(objects: list[Any]) -> None:
+    del of(objects, "ScaledObject", "rollout")["spec"]["advanced"]
+
+
 def _fixed_number(objects: list[Any]) -> None:
     of(objects, "Deployment", "rollout")["spec"]["replicas"] = 4
 
@@ -393,6 +455,7 @@ def _fixed_number(objects: list[Any]) -> None:
         (_whole_namespace, "engine is reached"),
         (_kept_from_gpus, "may not go where GPUs are"),
         (_fixed_number, "set its number again"),
+        (_all_at_once, "let go all at once"),
     ],
 )
 def test_the_policy_bites_on_what_watches_and_scales(change: Callable[[list[Any]], object], problem: str) -> None:
