@@ -1,0 +1,2 @@
+class NotReady(Exception):
+    """What is to be done first."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gspo_core import __version__
 from services.api.routes.telemetry import SHOWN
 from services.launch import snapshot
 from tests.apparatus.k8s.lowered import SERVED, lowered
@@ -680,7 +681,7 @@ def test_images_hold_what_their_jobs_run() -> None:
     for component in ("backup", "backup-continuous", "model-loader"):
         for name, owner, template in workloads(with_component(component)):
             if owner["kind"] in ("Job", "CronJob") or name == component:
-                assert {one["image"] for one in containers(template)} == {"gspo-api:0.2.0"}, name
+                assert {one["image"] for one in containers(template)} == {f"gspo-api:{__version__}"}, name
 
 
 def test_what_a_test_cluster_is_given_differs_only_as_it_tells() -> None:
