@@ -220,6 +220,11 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
         By("tests/environments/test_environments_page.py", "test_the_example_of_the_page_runs"),
     ),
     ("k8s/README.md", "kubectl apply", Typed(("kubectl",))),
+    (
+        "release/README.md",
+        "release.cut",
+        Judged("it writes files of the checkout; tests/repo/test_release.py cuts a copy"),
+    ),
 ]
 
 
