@@ -3,10 +3,11 @@ takes it back where there are no jobs: ``--restore < data.tar.gz``.
 
 Rule: an installation can resume from a backup, whatever is written and removed while it is made. Files are written once
 and renamed into place, and a directory is read in the order of its names: the logs of a job before its checkpoints,
-whose newest one needs no older log, and before the archive, into which logs go meanwhile. Files that appear while a
-directory is read are saved too, because the files that they replace may vanish before they are read. A file that
-vanishes is left out; one that grows is cut at its length when opened. Only plain files are saved and restored. A backup
-says which layout it has; one of a later layout is refused.
+whose newest one needs no older log, and before the archive, into which logs go meanwhile. Logs up to that checkpoint
+which were not there at first are saved after it, so that each step of a job that comes back can be trained again. Files
+that appear while a directory is read are saved too, because the files that they replace may vanish before they are
+read. A file that vanishes is left out; one that grows is cut at its length when opened. Only plain files are saved and
+restored. A backup says which layout it has; one of a later layout is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import os
 import sys
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from gspo_core.log import layout
+from gspo_core.position import Position
 from services.files.data_dir import LAYOUT, NOT_SAVED, DataDir
 from services.files.durable import TEMPORARY_PREFIX
 from services.process.settings import SettingsError, load_settings
@@ -48,19 +50,44 @@ def save(data_dir: Path, to: IO[bytes]) -> int:
 
 def plain_files(directory: Path, without: Collection[str] = (), *, and_linked: bool = False) -> Iterator[Path]:
     """In the order in which they are to be saved. ``and_linked``: and files that links name."""
-    seen = set(without)
+    yield from _plain_files(directory, {directory: set(without)}, and_linked)
+
+
+def _plain_files(directory: Path, seen_in: dict[Path, set[str]], and_linked: bool) -> Iterator[Path]:
+    """``seen_in``: for each directory the names that were looked at."""
+    seen = seen_in.setdefault(directory, set())
     for _ in range(MAX_LOOKS):
         names = sorted(set(_names(directory)) - seen, key=_turn)
         if not names:
-            return
+            break
         seen.update(names)
         for path in (directory / name for name in names):
             if path.is_symlink() and not (and_linked and path.is_file()):
                 continue
             if path.is_dir():
-                yield from plain_files(path, and_linked=and_linked)
+                yield from _plain_files(path, seen_in, and_linked)
             elif path.is_file():
                 yield path
+    yield from _logs_up_to_checkpoints(directory, seen_in)
+
+
+def _logs_up_to_checkpoints(directory: Path, seen_in: Mapping[Path, set[str]]) -> Iterator[Path]:
+    """Logs, and a checkpoint after them, may have been written since the logs of a job were looked at.
+
+    A later log could be of an epoch whose record was not saved, so it is left out.
+    """
+    checkpoints = _positions(seen_in.get(directory / layout.CHECKPOINTS, ()))
+    if not checkpoints:
+        return
+    for name in (layout.BATCHES, layout.ARCHIVE):
+        logs = directory / name
+        written = _positions(set(_names(logs)) - seen_in.get(logs, set()))
+        yield from (path for at in written if at <= checkpoints[-1] and (path := logs / layout.step_name(at)).is_file())
+
+
+def _positions(names: Iterable[str]) -> list[Position]:
+    """Those that ``names`` name, in order."""
+    return sorted(at for at in map(layout.parse_step_name, names) if at is not None)
 
 
 def _turn(name: str) -> str:

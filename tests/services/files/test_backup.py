@@ -104,6 +104,40 @@ def test_a_checkpoint_that_replaces_another_while_that_is_saved_is_there_whole(
     assert len(names(data.getvalue())) == 5 + 2
 
 
+def step(number: int, epoch: int = 1) -> str:
+    return f"ep{epoch:06d}-step{number:06d}"
+
+
+@pytest.mark.parametrize("place", ["batches", "archive"])
+def test_a_trainer_that_goes_on_meanwhile_leaves_no_gap_between_its_logs_and_its_checkpoint(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logs were read when the trainer writes two more and the checkpoint that needs none of them."""
+    job, look = tmp_path / JOB, backup._names
+    for folder in ("batches", "archive", "checkpoints"):
+        (job / folder).mkdir(parents=True)
+    for number in (1, 2):
+        (job / "batches" / step(number)).touch()
+
+    def goes_on(directory: Path) -> list[str]:
+        if directory == job / "checkpoints" and not (directory / step(4)).exists():
+            for number in (3, 4):
+                (job / place / step(number)).touch()
+            (directory / step(4)).mkdir()
+            (directory / step(4) / "checkpoint.json").touch()
+            (job / "batches" / step(5, epoch=2)).touch()  # of a trainer whose record of its epoch was not read
+        return look(directory)
+
+    monkeypatch.setattr(backup, "_names", goes_on)
+    data = io.BytesIO()
+    save(tmp_path, data)
+    assert [name.removeprefix(f"{JOB}/") for name in names(data.getvalue())] == [
+        *(f"batches/{step(number)}" for number in (1, 2)),
+        f"checkpoints/{step(4)}/checkpoint.json",
+        *(f"{place}/{step(number)}" for number in (3, 4)),
+    ]
+
+
 def test_a_log_that_is_archived_while_a_backup_is_made_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
