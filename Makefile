@@ -199,8 +199,8 @@ $(K8S_SCHEMAS)/definitions/ready: Makefile
 	npm install --silent --no-audit --no-fund --no-save --prefix $(@D) $(K8S_DEFINITIONS:%=@kubernetes-models/%)
 	@touch $@
 
-test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready $(K8S_SCHEMAS)/definitions/ready  ## the manifests against the schemas of two versions of Kubernetes
-	PYTHONPATH=$(K8S_SCHEMAS) GSPO_TEST_CRDS=$(K8S_SCHEMAS)/definitions/node_modules $(BIN)/pytest tests/repo/test_k8s.py
+test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready $(K8S_SCHEMAS)/definitions/ready  ## the manifests against the schemas of two versions of Kubernetes; what ran is kept
+	PYTHONPATH=$(K8S_SCHEMAS) GSPO_TEST_CRDS=$(K8S_SCHEMAS)/definitions/node_modules $(BIN)/python -m tests.repo.k8s_record
 
 PROMETHEUS := .make/prometheus
 

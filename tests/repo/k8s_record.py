@@ -1,0 +1,94 @@
+"""``make test-k8s``: runs the tests of the manifests, and writes what ran into ``benchmarks/results/k8s.md``: date,
+commit, versions of what judged, counts.
+
+It writes when all of them hold, in the place of the run before. The rest of the page stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.k8s_report import HEADING as CLUSTER
+from tests.e2e.k8s_report import commit
+from tests.repo.test_k8s import VERSIONS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "benchmarks" / "results" / "k8s.md"
+TESTS = ROOT / "tests" / "repo" / "test_k8s.py"
+HEADING = "## The last run of `make test-k8s`\n"
+_OURS = re.compile(rf"^{re.escape(HEADING)}.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Outcomes:
+    """A plugin of pytest that counts how tests ended."""
+
+    count: Counter[str] = field(default_factory=Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.count[report.outcome] += 1
+
+
+def judges(definitions: Path) -> dict[str, str]:
+    """What the manifests were held to, with versions."""
+    client = subprocess.run(
+        ["kubectl", "version", "--client", "--output", "json"], capture_output=True, text=True, check=True
+    ).stdout
+    packages = sorted((definitions / "@kubernetes-models").glob("*/package.json"))
+    models = {one["name"]: one["version"] for one in (json.loads(path.read_text()) for path in packages)}
+    used = ("keda", "prometheus-operator", "gateway-api")
+    return {
+        "kubectl, which renders": json.loads(client)["clientVersion"]["gitVersion"],
+        f"schemas of Kubernetes {' and '.join(VERSIONS)}": f"kubernetes-validate {version('kubernetes-validate')}",
+        "JobSet": f"kubeflow-trainer-api {version('kubeflow-trainer-api')}",
+        **{name: f"@kubernetes-models/{name} {models[f'@kubernetes-models/{name}']}" for name in used},
+    }
+
+
+def section(count: Mapping[str, int], held_to: Mapping[str, str], at: str, took_s: float, now: datetime) -> str:
+    said = ", ".join(f"{count[outcome]} {outcome}" for outcome in ("passed", "skipped") if count.get(outcome))
+    lines = [
+        HEADING,
+        f"{now.strftime('%d %B %Y, %H:%M UTC')}, commit {at}: {said}, in {took_s:.0f} s. No cluster: what `kubectl`",
+        "renders is judged.\n",
+        "| held to | by |",
+        "|---|---|",
+        *(f"| {what} | {by} |" for what, by in held_to.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def put_into(page: Path, new: str) -> None:
+    """Before what a run on a cluster wrote, which is always the last section."""
+    text = _OURS.sub("", page.read_text())
+    before, heading, after = text.partition(CLUSTER)
+    page.write_text(f"{before.rstrip()}\n\n{new}" + (f"\n{heading}{after}" if heading else ""))
+
+
+def main() -> int:
+    outcomes, began = Outcomes(), time.monotonic()
+    status = int(pytest.main([str(TESTS)], plugins=[outcomes]))
+    if status == 0:
+        held_to = judges(Path(os.environ["GSPO_TEST_CRDS"]))
+        took_s = time.monotonic() - began
+        put_into(PAGE, section(outcomes.count, held_to, commit(ROOT), took_s, datetime.now(UTC)))
+        print(f"written to {PAGE.relative_to(ROOT)}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
