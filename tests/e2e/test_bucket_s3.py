@@ -26,6 +26,7 @@ from services.files.data_dir import DataDir
 from services.launch.engine_command import EngineCommand
 from services.launch.stack import Stack, StackConfig
 from services.process.ports import free_port
+from tests.e2e.audited import BIT_FOR_BIT, audited
 from tests.e2e.test_learning import changed
 from tests.services.files.test_continuous_snapshots import installation as a_small_installation
 from tests.services.files.test_continuous_snapshots import killed_again_and_again
@@ -170,5 +171,8 @@ def test_a_job_that_moves_through_the_bucket_alone_ends_at_the_weights_of_the_on
         assert (record["status"], record["step"]) == ("succeeded", STEPS), record["status_reason"]
     assert sampled(there, job) == stayed_on
     assert learned(there, job) == stayed
+    said = audited(there, job)
+    assert BIT_FOR_BIT in said
+    print(said)
     told = {step: (len(pieces), sum(len(ids) // 4 for *_, ids, _ in pieces)) for step, pieces in stayed_on.items()}
     print("segments and tokens by step", told, "bytes", {name: len(content) for name, content in stayed.items()})
