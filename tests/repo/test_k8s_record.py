@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.e2e.k8s_report import put_into as put_cluster
 from tests.e2e.k8s_report import section as of_cluster
-from tests.repo.k8s_record import put_into, section
+from tests.repo.k8s_record import counts, put_into, section
 
 ENDED = datetime(2026, 11, 23, 4, 5, tzinfo=UTC)
 
@@ -29,3 +29,9 @@ def test_the_newest_run_takes_the_place_of_the_one_before_and_leaves_the_run_on_
     assert "abc1" not in text
     assert "def1" not in text
     assert text.count("\n## ") == 2
+
+
+def test_tests_are_counted_as_they_ended(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="9" skipped="2" failures="0" errors="0"/></testsuites>')
+    assert counts(report) == {"passed": 7, "skipped": 2}
