@@ -28,6 +28,7 @@ SERIES = (
     "falls",
     "step_bounds",
     "signal_scaling",
+    "clip_spread",
     "never_run",
     "sustained",
     "sustained_fast",
@@ -35,6 +36,8 @@ SERIES = (
     "sustained_rare",
     "sustained_long",
     "sustained_long_again",
+    "sustained_confirming",
+    "sustained_search",
 )
 JUDGED_EPISODES, LAST_JUDGED = 1000, 3
 """The last evaluations of a sustained run have more episodes than the others."""
