@@ -278,6 +278,13 @@ def _summary(row: Row) -> dict[str, object]:
     return {"name": row.cell.name, "label": row.cell.label, "job": row.runs[0].conditions["job"], "runs": runs}
 
 
+def _apart_from_each_other(found: Sequence[Row]) -> list[str]:
+    """The names of the rows, without what all of them have in common behind its first word."""
+    names = [_named(row).split(", ") for row in found]
+    shared = set(names[0]).intersection(*names[1:]) if len(names) > 1 else set[str]()
+    return ["\n".join(part for place, part in enumerate(name) if place == 0 or part not in shared) for name in names]
+
+
 def plot(age: int, found: Sequence[Row], path: Path) -> None:
     """Left every run and the mean of each cell, right where each seed ends."""
     import matplotlib
@@ -303,7 +310,7 @@ def plot(age: int, found: Sequence[Row], path: Path) -> None:
     over.legend(loc="lower right", fontsize=8)
     over.grid(alpha=0.3)
     ends.set(title="where each seed ends", xlim=(-0.6, len(found) - 0.4))
-    ends.set_xticks(range(len(found)), [_named(row).replace(", ", "\n") for row in found], fontsize=8)
+    ends.set_xticks(range(len(found)), _apart_from_each_other(found), fontsize=8, rotation=30, ha="right")
     ends.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
