@@ -270,7 +270,7 @@ $(REAL_S3)/ready: tests/apparatus/get_radosgw.sh
 	tests/apparatus/get_radosgw.sh $(REAL_S3)
 	@touch $@
 
-real-s3: $(STAMP) $(REAL_S3)/ready  ## snapshots, and a job that moves, through Ceph's object gateway on this machine (70 MB, where apt-get is allowed)
+real-s3: $(STAMP) $(REAL_S3)/ready  ## snapshots, and a job that moves, through Ceph's object gateway on this machine (70 MB; Debian 12, x86-64, where apt-get is allowed)
 	GSPO_TEST_RADOSGW=$(abspath $(REAL_S3)) $(BIN)/pytest -m third_party --timeout 1800 tests/e2e/test_bucket_s3.py
 
 REAL_RAY := .make/ray

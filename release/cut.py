@@ -1,6 +1,6 @@
 """``python -m release.cut VERSION``: what is unreleased becomes a dated section, and every place names the version.
 
-Rule: all or nothing is written, and never a version that is not above the one before. It commits and builds nothing.
+Rule: all is checked before anything is written, and a version is above the one before. It commits and builds nothing.
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ class Sizes:
 SIZES = Sizes()
 STEP_S, EVALUATED_S = 0.55, 0.006
 """Seconds of a free core for a step, and for an episode of an evaluation, as 36 runs took them."""
+SEARCH_COST = 3.1
+"""So many times that for the long demo's task, as five runs took it."""
 HELD_OUT: Mapping[Model, int] = {"dense": 200, "mixture": 200, "rare": 200, "search": 100}
 """All held-out tasks of the world that each model plays."""
 JUDGED_EPISODES = 1000
@@ -151,7 +153,8 @@ class Cell:
         steps, every = self.times * sizes.steps, self.eval_every or sizes.eval_every
         judged = len(self.judged_at) * self.judged_times
         evaluated = steps // every + 1 - sum(step % every == 0 for step in self.judged_at) + judged
-        return steps * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
+        seconds = steps * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
+        return seconds * (SEARCH_COST if self.model == "search" else 1)
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""

@@ -20,6 +20,7 @@ from benchmarks.baselines.cells import (
     SUCCESSES,
     SUSTAINED,
     SUSTAINED_RUNS,
+    UNSEEN,
     Sizes,
     SustainedRun,
 )
@@ -56,7 +57,7 @@ Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../..
 {steps} steps of {groups} groups of {size} episodes of {world}. Each episode begins under the weights of {age}
 steps ago and goes on under those of {younger} steps ago from a drawn token on. *Sustained* is an age if at least 90 %
 of the trained tokens are so many steps old, or one more or less, for at least four times as many steps. The seeds were
-drawn ({drawn}. Held-out success on {tasks} tasks every {every} steps; after steps
+drawn ({drawn}). Held-out success on {tasks} tasks every {every} steps; after steps
 {judged} each task is played {times} times, which is {episodes} episodes. {host}
 
 - *end*: mean of the last three evaluations, mean over seeds and (lowest to highest). *area*: mean success over all
@@ -148,8 +149,16 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
 
 def _drawn(found: Sequence[Row]) -> str:
     """When they were: before what was known."""
-    latest = {run.seed for row in found for run in row.runs} & set(LATEST)
-    return "`LATEST`) when the default had been chosen" if latest else "`UNSEEN`) after all of the other pages' runs"
+    seeds = {run.seed for row in found for run in row.runs}
+    said = [
+        text
+        for drawn, text in (
+            (UNSEEN, "`UNSEEN` after all of the other pages' runs"),
+            (LATEST, "`LATEST` when the default had been chosen"),
+        )
+        if seeds & set(drawn)
+    ]
+    return "; ".join(said)
 
 
 def _apart(about: SustainedRun) -> str:

@@ -54,7 +54,8 @@ def plain_files(directory: Path, without: Collection[str] = (), *, and_linked: b
 
 
 def _plain_files(directory: Path, seen_in: dict[Path, set[str]], and_linked: bool) -> Iterator[Path]:
-    """``seen_in``: for each directory the names that were looked at."""
+    """``seen_in``: the names that were looked at, of this directory and those above, and while one is read, of its own
+    directories."""
     seen = seen_in.setdefault(directory, set())
     for _ in range(MAX_LOOKS):
         names = sorted(set(_names(directory)) - seen, key=_turn)
@@ -69,6 +70,8 @@ def _plain_files(directory: Path, seen_in: dict[Path, set[str]], and_linked: boo
             elif path.is_file():
                 yield path
     yield from _logs_up_to_checkpoints(directory, seen_in)
+    for name in seen:
+        seen_in.pop(directory / name, None)
 
 
 def _logs_up_to_checkpoints(directory: Path, seen_in: Mapping[Path, set[str]]) -> Iterator[Path]:
@@ -82,7 +85,8 @@ def _logs_up_to_checkpoints(directory: Path, seen_in: Mapping[Path, set[str]]) -
     for name in (layout.BATCHES, layout.ARCHIVE):
         logs = directory / name
         written = _positions(set(_names(logs)) - seen_in.get(logs, set()))
-        yield from (path for at in written if at <= checkpoints[-1] and (path := logs / layout.step_name(at)).is_file())
+        paths = (logs / layout.step_name(at) for at in written if at <= checkpoints[-1])
+        yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
 
 def _positions(names: Iterable[str]) -> list[Position]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,9 @@ def put_into(page: Path, new: str) -> None:
 
 
 def main() -> int:
+    if shutil.which("kubectl") is None:
+        print("kubectl is not there, which renders the manifests: install it first", file=sys.stderr)
+        return 1
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

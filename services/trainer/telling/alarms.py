@@ -60,7 +60,7 @@ RUN_PATIENCE: Mapping[StrEnum, int] = {
 
 ADVICE: Mapping[StrEnum, str] = {
     AlarmKind.INERT_CLIP: "check objective.anchor and minibatches: the ratio must be able to differ from 1",
-    AlarmKind.OVER_CLIP: "lower optimizer.lr, or widen objective.clip_low and clip_high",
+    AlarmKind.OVER_CLIP: "lower optimizer.lr, widen objective.clip_low and clip_high, or set objective.clip_spread",
     AlarmKind.ONE_SIDED_CLIP: "use anchor: proximal, or compare the clip range with the spread of the log ratio",
     AlarmKind.MISMATCH_FLOOR: "compare the engine's model, dtype, template and temperature with the trainer's",
     AlarmKind.CORRECTION_COLLAPSE: "lower rollout.max_staleness or optimizer.lr",
