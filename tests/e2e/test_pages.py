@@ -1,5 +1,5 @@
-"""What README.md, docs/api.md, docs/control.md, docs/environments.md and docs/performance.md type works on the stack
-that the first of their lines starts: in a new folder with the files that they say to save, in the order of the pages.
+"""What README.md, docs/api.md, docs/control.md, docs/environments.md and docs/performance.md type works on the stacks
+that they start, one after the other: in a new folder with the files that they say to save, in the order of the pages.
 
 Two things differ from what is typed: the port is a free one, and "path/to/model" is the demo's. Whoever follows a job
 (``--watch``, the client in Python) is interrupted as soon as it has shown a step; the rest would take hours.
@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -121,13 +123,10 @@ def commands(one: Block) -> Iterator[str]:
         yield from (line for line in without_comments(one.typed).splitlines() if line.strip())
 
 
-def type_block(one: Block, terminal: Terminal) -> None:
-    if one.language == "python":
-        program = one.text.replace("http://127.0.0.1:8000", terminal.url)
-        (terminal.folder / "typed.py").write_text(program)
-        terminal.follow("python typed.py")
-    for command in commands(one):
-        type_command(command, terminal)
+def type_program(one: Block, terminal: Terminal) -> None:
+    program = one.text.replace("http://127.0.0.1:8000", terminal.url)
+    (terminal.folder / "typed.py").write_text(program)
+    terminal.follow("python typed.py")
 
 
 def type_command(command: str, terminal: Terminal) -> None:
@@ -139,29 +138,69 @@ def type_command(command: str, terminal: Terminal) -> None:
         terminal.run(command)
 
 
+@contextmanager
+def stack(up: str, terminal: Terminal) -> Iterator[None]:
+    """What ``gspo up`` starts, until Ctrl-C."""
+    with terminal.begun(f"exec {up} --port {terminal.port}") as (process, said):
+
+        def greeted() -> bool:
+            assert process.poll() is None, said.read_text()
+            return "submit a job with" in said.read_text()
+
+        wait_until(greeted, START_S, said.read_text)
+        yield
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_S) == 0
+        assert said.read_text().endswith("stopped; nothing is left running\n")
+
+
+class Stacks:
+    """One at a time, as the pages start them; a page that starts none finds the one of the first page's first line."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._first = self._newest = ""
+        self._running = ExitStack()
+
+    def start(self, up: str) -> None:
+        self.stop()
+        self._first, self._newest = self._first or up, up
+        self._running.enter_context(stack(up, self._terminal))
+
+    def turn_page(self) -> None:
+        if self._newest != self._first:
+            self.start(self._first)
+
+    def stop(self) -> None:
+        self._running.close()
+
+    def __enter__(self) -> Stacks:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+
 def test_what_the_pages_type_works_on_a_live_stack(model_dir: Path, tmp_path: Path) -> None:
     furnish(tmp_path, model_dir)
     terminal = Terminal(tmp_path)
     typed = [one for one in blocks() if held(one) == [LIVE]]
-    up = next(command for one in typed for command in commands(one) if command.startswith("gspo up"))
-    terminal.prelude = "source .venv/bin/activate; "
-    with terminal.begun(f"exec {up} --port {terminal.port}") as (stack, said):
-
-        def greeted() -> bool:
-            assert stack.poll() is None, said.read_text()
-            return "submit a job with" in said.read_text()
-
-        wait_until(greeted, START_S, said.read_text)
-        for one in typed:
-            type_block(replace_up(one), terminal)
+    with Stacks(terminal) as stacks:
+        for _, page in groupby(typed, key=lambda one: one.page):
+            stacks.turn_page()
+            for one in page:
+                type_block(one, terminal, stacks)
         assert set(IN_PROSE) <= set(commands_in_prose(ROOT / "README.md"))
         for command in IN_PROSE:
             type_command(command, terminal)
-        stack.send_signal(signal.SIGINT)
-        assert stack.wait(END_S) == 0
-        assert said.read_text().endswith("stopped; nothing is left running\n")
+        stacks.stop()
 
 
-def replace_up(one: Block) -> Block:
-    """Without the line that starts the stack: it runs."""
-    return Block(one.page, one.line, one.language, re.sub(r"^(\$ )?gspo up.*\n", "", one.text, flags=re.MULTILINE))
+def type_block(one: Block, terminal: Terminal, stacks: Stacks) -> None:
+    if one.language == "python":
+        type_program(one, terminal)
+    for command in commands(one):
+        if command.startswith("gspo up"):
+            stacks.start(command)
+        else:
+            type_command(command, terminal)
