@@ -138,6 +138,30 @@ def test_a_trainer_that_goes_on_meanwhile_leaves_no_gap_between_its_logs_and_its
     ]
 
 
+def test_a_link_in_the_place_of_a_later_log_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, look = tmp_path / JOB, backup._names
+    (job / "batches").mkdir(parents=True)
+    (job / "checkpoints" / step(2)).mkdir(parents=True)
+    (elsewhere := tmp_path.parent / "elsewhere").touch()
+
+    def goes_on(directory: Path) -> list[str]:
+        if directory == job / "checkpoints" and not (job / "batches" / step(1)).is_symlink():
+            (job / "batches" / step(1)).symlink_to(elsewhere)
+            (job / "batches" / step(2)).touch()
+        return look(directory)
+
+    monkeypatch.setattr(backup, "_names", goes_on)
+    assert list(backup.plain_files(tmp_path)) == [job / "batches" / step(2)]
+
+
+def test_a_backup_forgets_the_names_of_directories_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / JOB / "batches").mkdir(parents=True)
+    (tmp_path / JOB / "batches" / step(1)).touch()
+    seen_in: dict[Path, set[str]] = {tmp_path: set()}
+    assert len(list(backup._plain_files(tmp_path, seen_in, False))) == 1
+    assert set(seen_in) == {tmp_path}
+
+
 def test_a_log_that_is_archived_while_a_backup_is_made_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
