@@ -3,18 +3,19 @@
 # Debian's later source packages hold kubectl alone, and no registry of binaries is asked. Needs root, Debian 12, 6 GB and about
 # 40 minutes of a core; called again it goes on where it was ended (Go keeps what it has compiled).
 set -euo pipefail
-mkdir -p "$1"/{apt/lists/partial,apt/cache/archives/partial,debs,x,bin,gopath/src/k8s.io} && cd "$1"
+mkdir -p "$1"/{source-apt/lists/partial,source-apt/cache/archives/partial,debs,x,bin,gopath/src/k8s.io} && cd "$1"
 directory=$PWD
 source=$directory/gopath/src/k8s.io/kubernetes
 programs=(kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet)
 
 fetch() {
+  # Not the folder of docker.sh, which asks for packages of its own at the same time.
   # shellcheck disable=SC2016  # apt's own variable
   site=$(apt-get indextargets --format '$(SITE)' | head -n 1)
   signed='[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]'
-  printf '%s\n' "deb $signed $site bookworm main" "deb-src $signed $site bookworm main" "deb $signed $site trixie main" > apt/sources.list
-  apt=(apt-get -qq -o Dir::Etc::sourcelist="$directory/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null
-    -o Dir::State::lists="$directory/apt/lists" -o Dir::Cache="$directory/apt/cache" -o APT::Sandbox::User=root)
+  printf '%s\n' "deb $signed $site bookworm main" "deb-src $signed $site bookworm main" "deb $signed $site trixie main" > source-apt/sources.list
+  apt=(apt-get -qq -o Dir::Etc::sourcelist="$directory/source-apt/sources.list" -o Dir::Etc::sourceparts=/dev/null
+    -o Dir::State::lists="$directory/source-apt/lists" -o Dir::Cache="$directory/source-apt/cache" -o APT::Sandbox::User=root)
   "${apt[@]}" update
   cd debs
   "${apt[@]}" download {golang-1.19-go,golang-1.19-src,golang-github-modern-go-reflect2-dev}/bookworm etcd-server/trixie
