@@ -39,6 +39,13 @@ def build(target: Path) -> None:
                 raise NotReady(f"{folder.name}: {done.stderr.strip()}")
 
 
+def demand_committed(root: Path) -> None:
+    """That the files are those of the commit, where there is one. Raises NotReady."""
+    told = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+    if told.stdout.strip():
+        raise NotReady(f"not all of this is committed:\n{told.stdout.rstrip()}")
+
+
 def digests(folder: Path) -> str:
     lines = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in sorted(folder.iterdir()))
     return "\n".join(lines) + "\n"
@@ -52,6 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
     target: Path = arguments.target
     try:
+        demand_committed(ROOT)
         number = version()
         log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
         changelog.demand_nothing_unreleased(log)

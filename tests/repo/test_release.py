@@ -157,6 +157,15 @@ def test_nothing_is_built_while_changes_are_unreleased(
     assert (target / "CHANGES.md").read_text().startswith("## 9.9.9, 2031-05-17\n")
 
 
+def test_nothing_is_built_of_files_that_no_commit_has(tree: Path) -> None:
+    build.demand_committed(tree)
+    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    with pytest.raises(NotReady, match=r"not all of this is committed:\n\?\? CHANGELOG.md"):
+        build.demand_committed(tree)
+    (tree / ".gitignore").write_text("*\n")
+    build.demand_committed(tree)
+
+
 LISTED = {
     "components": [
         {"bom-ref": "gspo==0.2.0", "name": "gspo", "externalReferences": [{"url": "file:///somewhere"}]},
