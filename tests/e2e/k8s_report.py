@@ -36,7 +36,7 @@ def section(said: Sequence[Said], stages: str, at: str, now: datetime | None = N
         "| seconds | load | what |",
         "|---|---|---|",
         *(f"| before | {load} | {what}: {took} |" for what, took, load in rows),
-        *(f"| {one.after_s:.0f} | {one.load:.0f} | {one.text.replace('|', '/')} |" for one in said),
+        *(f"| {one.after_s:.0f} | {one.load:.0f} | {' '.join(one.text.replace('|', '/').split())} |" for one in said),
     ]
     return "\n".join(lines) + "\n"
 

@@ -31,6 +31,6 @@ def test_the_newest_run_takes_the_place_of_the_one_before(tmp_path: Path) -> Non
     page = tmp_path / "k8s.md"
     page.write_text("# The manifests\n\nBy hand.\n")
     for number in (1, 2):
-        said = [Said(61.2, 7.6, f"rolled {number} | redis")]
+        said = [Said(61.2, 7.6, f"rolled {number} |\nredis")]
         put_into(page, section(said, "the images are built\t90 s\t3.1\n", f"abc{number}", ENDED))
     assert page.read_text() == "\n".join(LINES)
