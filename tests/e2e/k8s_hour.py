@@ -145,10 +145,17 @@ def try_what_came_back(shell: Shell) -> None:
     shell.said.append(Said(time.monotonic() - started, os.getloadavg()[0], all_is_ready))
 
 
+def _cell(text: str) -> str:
+    """As code, unless it was not typed."""
+    shown = " ".join(text.split()).replace("|", "\\|")
+    if text.startswith("and "):
+        return shown
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
+
+
 def section(said: list[Said], at: str, now: datetime) -> str:
     with_components = " and ".join(f"`{name}`" for name in COMPONENTS)
     minutes = sum(one.after_s for one in said) / 60
-    rows = [(one, one.text.replace("\n", " ").replace("|", "\\|")) for one in said]
     lines = [
         HEADING,
         "Each command of [operations.md](../../docs/operations.md#on-a-cluster) as it stands there, with `dev` and its",
@@ -157,10 +164,7 @@ def section(said: list[Said], at: str, now: datetime) -> str:
         "by hand where their claims were deleted. Load is of the last minute.\n",
         "| seconds | load | typed |",
         "|---|---|---|",
-        *(
-            f"| {one.after_s:.0f} | {one.load:.0f} | {text if text.startswith('and ') else f'`{text}`'} |"
-            for one, text in rows
-        ),
+        *(f"| {one.after_s:.0f} | {one.load:.0f} | {_cell(one.text)} |" for one in said),
     ]
     return "\n".join(lines) + "\n"
 

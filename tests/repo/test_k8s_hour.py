@@ -89,8 +89,10 @@ def test_what_is_exported_is_there_for_what_is_typed_next(tmp_path: Path) -> Non
 
 
 def test_the_page_has_a_row_for_each_command() -> None:
-    said = [Said(61.2, 7.6, "for one in a; do\n  echo $one | wc\ndone"), Said(2, 1, "and until all is ready")]
+    loop, noted = "for one in a; do\n  echo $one | wc\ndone", "true  # as in `dev`"
+    said = [Said(61.2, 7.6, loop), Said(1, 1, noted), Said(2, 1, "and until all is ready")]
     text = section(said, "abc1", datetime(2026, 11, 23, 4, 5, tzinfo=UTC))
     assert text.startswith(HEADING)
-    assert "| 61 | 8 | `for one in a; do   echo $one \\| wc done` |\n| 2 | 1 | and until all is ready |\n" in text
+    assert "| 61 | 8 | `for one in a; do echo $one \\| wc done` |\n| 1 | 1 | `` true # as in `dev` `` |\n" in text
+    assert "| 2 | 1 | and until all is ready |\n" in text
     assert "commit abc1; 1 minutes in all" in text
