@@ -40,8 +40,16 @@ def build(target: Path) -> None:
 
 
 def demand_committed(root: Path) -> None:
-    """That the files are those of the commit, where there is one. Raises NotReady."""
-    told = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+    """That the files are those of the commit; an unpacked archive has none, and is taken as it is. Raises NotReady."""
+    if not (root / ".git").exists():
+        return
+    ask = ["git", "status", "--porcelain", "--untracked-files=all"]
+    try:
+        told = subprocess.run(ask, cwd=root, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NotReady(f"git does not say what is committed: {error}") from error
+    if told.returncode:
+        raise NotReady(f"git does not say what is committed: {told.stderr.strip()}")
     if told.stdout.strip():
         raise NotReady(f"not all of this is committed:\n{told.stdout.rstrip()}")
 

@@ -26,23 +26,25 @@ import yaml
 
 from gspo_core.client import Client
 from tests.e2e import k8s_report
-from tests.e2e.compose_check import MODEL, ROOT, CheckFailed, Said, wait
-from tests.e2e.k8s_check import ORDER, REPORT, asked, new_volumes, rolled_out
+from tests.e2e.compose_check import MODEL, ROOT, CheckFailed, Run, Said, wait
+from tests.e2e.k8s_check import ORDER, REPORT, asked, new_volumes, pods, rolled_out
 from tests.repo.pages import Block, blocks, without_comments
 
 PAGE = "docs/operations.md"
 HEADING = "## The last run of `make real-k8s-hour`\n"
 FAILS = "# has to fail"
+REFUSALS = ("name resolution", "timed out")
+"""How a pod fails that may neither ask for names nor reach others; where no policy is enforced, nothing fails."""
 PORT = 8000
 COMPONENTS = ("backup", "engines-scaled")
-STEPS = 12
+STEPS, STEPS_AGAIN = 12, 2
 
 
 def of_the_hour() -> list[Block]:
     """Blocks between the heading and the next one of its kind."""
     lines = (ROOT / PAGE).read_text().splitlines()
     first = lines.index("## On a cluster")
-    last = next(number for number, line in enumerate(lines) if number > first and line.startswith("#"))
+    last = next(number for number, line in enumerate(lines) if number > first and line.startswith("##"))
     return [one for one in blocks() if one.page == PAGE and first < one.line <= last and one.language == "sh"]
 
 
@@ -82,17 +84,30 @@ class Shell:
         print(f"$ {command}", flush=True)
         if command.startswith("export "):
             self._exports += f"{command}\n"
+        has_to_fail = FAILS in command
         started = time.monotonic()
         done = subprocess.run(
-            ["bash", "-c", f"{self._exports}{command}"], cwd=self.folder, env=self.environment, check=False
+            ["bash", "-c", f"{self._exports}{command}"],
+            cwd=self.folder,
+            env=self.environment,
+            stderr=subprocess.PIPE if has_to_fail else None,
+            text=True,
+            check=False,
         )
-        if (done.returncode != 0) != (FAILS in command):
+        if (done.returncode != 0) != has_to_fail:
             raise CheckFailed(f"it ended with {done.returncode}: {command}")
-        self.said.append(Said(time.monotonic() - started, os.getloadavg()[0], command))
+        if has_to_fail and not any(one in done.stderr for one in REFUSALS):
+            raise CheckFailed(f"it failed otherwise than by a policy: {done.stderr[-1000:]}")
+        self.note(command, started)
+
+    def note(self, what: str, started: float) -> None:
+        self.said.append(Said(time.monotonic() - started, os.getloadavg()[0], what))
 
     @contextmanager
     def beside(self, command: str) -> Iterator[None]:
         """Another shell, until the port answers and for as long as this one needs it."""
+        if _is_open():
+            raise CheckFailed(f"something else listens on port {PORT}")
         process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment)
         try:
             wait("the port", _is_open, 60)
@@ -132,17 +147,23 @@ def type_page(shell: Shell) -> None:
 
 
 def try_what_came_back(shell: Shell) -> None:
-    """Everything is ready, and the job that was submitted before is known as it ended."""
+    """Everything is ready, the job that was submitted before is known as it ended, and another one is trained."""
     started = time.monotonic()
     for name in ORDER:
         rolled_out(name)
+        if not pods(name):
+            raise CheckFailed(f"there is no pod of {name}")
+    shell.note("and until all is ready", started)
     address = asked("get", "service", "api")["spec"]["clusterIP"]
     with Client(f"http://{address}:{PORT}", (shell.folder / "secrets/api/gspo_api_keys").read_text()) as client:
-        (job,) = client.jobs()
-    if (job["status"], job["step"]) != ("succeeded", STEPS):
-        raise CheckFailed(f"after the restore the job is {job['status']} at step {job['step']}")
-    all_is_ready = "and until all is ready, where the API knows the job as it ended"
-    shell.said.append(Said(time.monotonic() - started, os.getloadavg()[0], all_is_ready))
+        known = [(job["status"], job["step"]) for job in client.jobs()]
+        if known != [("succeeded", STEPS)]:
+            raise CheckFailed(f"after the restore the jobs are {known}")
+        started = time.monotonic()
+        Run(client, 1, STEPS_AGAIN).reaches(STEPS_AGAIN)
+    shell.note(
+        f"and until another job of {STEPS_AGAIN} steps is trained; the one from before is known as it ended", started
+    )
 
 
 def _cell(text: str) -> str:

@@ -26,8 +26,11 @@ def commit(root: Path) -> str:
     return git("rev-parse", "--short", "HEAD") + (", with changes that are not committed" if changed else "")
 
 
-def section(said: Sequence[Said], stages: str, at: str, now: datetime | None = None) -> str:
-    """``stages``: lines of what was done before, for how long and at which load, parted by tabs."""
+def section(
+    said: Sequence[Said], stages: str, at: str, changed: Sequence[str] = (), now: datetime | None = None
+) -> str:
+    """``stages``: lines of what was done before, for how long and at which load, parted by tabs; ``changed``: what the
+    manifests say otherwise on this cluster."""
     day = (now or datetime.now(UTC)).strftime("%d %B %Y, %H:%M UTC")
     rows = [line.split("\t") for line in stages.splitlines()]
     lines = [
@@ -37,13 +40,21 @@ def section(said: Sequence[Said], stages: str, at: str, now: datetime | None = N
         "|---|---|---|",
         *(f"| before | {load} | {what}: {took} |" for what, took, load in rows),
         *(f"| {one.after_s:.0f} | {one.load:.0f} | {' '.join(one.text.replace('|', '/').split())} |" for one in said),
+        *(["\nChanged for this cluster, and for the test alone:\n"] if changed else ()),
+        *(f"- {one}" for one in changed),
     ]
     return "\n".join(lines) + "\n"
 
 
 def put_into(page: Path, new: str) -> None:
-    """In the place of the section with the same heading, else at the end."""
+    """In the place of the section with the same heading, else at the end. Raises ValueError where there are two of it.
+
+    A section goes on to the next ``## ``, so none may show one in a block.
+    """
     heading = new.partition("\n")[0]
-    before, found, after = page.read_text().partition(f"\n{heading}\n")
-    others = re.search(r"^## .*", after, re.MULTILINE | re.DOTALL)
-    page.write_text(f"{before.rstrip()}\n\n{new.rstrip()}\n" + (f"\n{others[0]}" if found and others else ""))
+    before, *rest = f"\n{page.read_text().rstrip()}\n".split(f"\n{heading}\n")
+    if len(rest) > 1:
+        raise ValueError(f"{page.name} has {heading!r} {len(rest)} times")
+    others = re.search(r"^## .*", rest[0], re.MULTILINE | re.DOTALL) if rest else None
+    sections = (before.strip(), new.strip(), others[0].rstrip() if others else "")
+    page.write_text("\n\n".join(one for one in sections if one) + "\n")

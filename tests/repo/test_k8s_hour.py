@@ -21,7 +21,7 @@ FAKE = """#!/bin/bash
 case "$*" in
   kustomize*) echo '{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: api}, spec: {}}' ;;
   *'get cronjob'*) echo '{"spec": {"jobTemplate": {"spec": {"backoffLimit": 2}}}}' ;;
-  *) echo "asked $*"; [ "$1" != apply ] || cat ;;
+  *) echo "asked $*"; [ "$2" != --filename ] || cat ;;
 esac
 """
 
@@ -50,7 +50,7 @@ def test_an_overlay_is_applied_as_the_cluster_serves_it(tmp_path: Path) -> None:
 def test_a_job_is_made_of_a_cron_job_that_kubectl_cannot_read(tmp_path: Path) -> None:
     words = ("-n", "gspo", "create", "job", "--from=cronjob/backup", "backup-1")
     asked, _, given = ask(tmp_path, *words).partition("\n")
-    assert asked == "asked apply --filename -"
+    assert asked == "asked create --filename -"
     made = yaml.safe_load(given)
     assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("batch/v1", "Job", "backup-1")
     assert made["spec"] == {"backoffLimit": 2}
@@ -80,11 +80,16 @@ def test_a_line_that_ends_as_it_must_not_is_noticed(tmp_path: Path, command: str
         Shell(tmp_path).type(command)
 
 
+def test_a_line_that_fails_by_no_policy_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"otherwise than by a policy: .*no-such-command"):
+        Shell(tmp_path).type(f"no-such-command  {FAILS}")
+
+
 def test_what_is_exported_is_there_for_what_is_typed_next(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.type("export KEY=$(echo one)")
     shell.type('[ "$KEY" = one ]')
-    shell.type(f"false  {FAILS}")
+    shell.type(f"echo 'gaierror: name resolution' >&2; false  {FAILS}")
     assert json.dumps([one.text for one in shell.said]).count("KEY") == 2
 
 

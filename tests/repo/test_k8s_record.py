@@ -18,7 +18,7 @@ def test_the_newest_run_takes_the_place_of_the_one_before_and_leaves_the_run_on_
     for number in (1, 2):
         held_to = {"kubectl, which renders": f"v1.{number}"}
         put_into(page, section({"passed": 9, "skipped": number}, held_to, f"abc{number}", 61.4, ENDED))
-        put_into(page, of_cluster([], "", f"def{number}", ENDED))
+        put_into(page, of_cluster([], "", f"def{number}", now=ENDED))
     text = page.read_text()
     assert text.startswith(
         "# The manifests\n\nBy hand.\n\n## The last run of `make test-k8s`\n\n23 November 2026, 04:05 UTC, "

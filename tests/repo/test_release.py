@@ -157,13 +157,27 @@ def test_nothing_is_built_while_changes_are_unreleased(
     assert (target / "CHANGES.md").read_text().startswith("## 9.9.9, 2031-05-17\n")
 
 
-def test_nothing_is_built_of_files_that_no_commit_has(tree: Path) -> None:
+def test_nothing_is_built_of_files_that_no_commit_has(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     build.demand_committed(tree)
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
-    with pytest.raises(NotReady, match=r"not all of this is committed:\n\?\? CHANGELOG.md"):
-        build.demand_committed(tree)
-    (tree / ".gitignore").write_text("*\n")
+    subprocess.run(["git", "config", "status.showUntrackedFiles", "no"], cwd=tree, check=True)
+    monkeypatch.setattr(build, "ROOT", tree)
+    monkeypatch.setattr("sys.argv", ["build", "--target", str(tree / "dist")])
+    assert build.main() == 1
+    assert "not ready: not all of this is committed:\n?? CHANGELOG.md" in capsys.readouterr().err
+    assert not (tree / "dist").exists()
+    commit = ["-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "--quiet", "--message", "x"]
+    subprocess.run(["git", "add", "--all"], cwd=tree, check=True)
+    subprocess.run(["git", *commit], cwd=tree, check=True)
     build.demand_committed(tree)
+
+
+def test_nothing_is_built_where_git_does_not_say_what_is_committed(tree: Path) -> None:
+    (tree / ".git").mkdir()
+    with pytest.raises(NotReady, match="git does not say what is committed: fatal"):
+        build.demand_committed(tree)
 
 
 LISTED = {

@@ -41,12 +41,12 @@ def main(words: Sequence[str]) -> int:
     kubectl = os.environ["REAL_KUBECTL"]
     match words:
         case ["apply", "-k", overlay, *rest]:
-            given, left = rendered(kubectl, overlay), rest
+            verb, given, left = "apply", rendered(kubectl, overlay), rest
         case ["-n", namespace, "create", "job", origin, name] if origin.startswith("--from=cronjob/"):
-            given, left = job_of(kubectl, namespace, origin.removeprefix("--from=cronjob/"), name), []
+            verb, given, left = "create", job_of(kubectl, namespace, origin.removeprefix("--from=cronjob/"), name), []
         case _:
             os.execv(kubectl, [kubectl, *words])
-    return subprocess.run([kubectl, "apply", "--filename", "-", *left], input=given, text=True, check=False).returncode
+    return subprocess.run([kubectl, verb, "--filename", "-", *left], input=given, text=True, check=False).returncode
 
 
 if __name__ == "__main__":
