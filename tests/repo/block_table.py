@@ -50,6 +50,7 @@ EVAL = "tests/services/evaluation/test_eval_command.py"
 AUTHORS = "tests/core/test_environments_doc.py"
 OBJECTIVE = "tests/core/test_objective_docs.py"
 HERE = "tests/repo/test_commands.py"
+HOUR = By("tests/repo/test_k8s_hour.py", "test_the_overlay_of_the_page_renders_with_its_components_from_its_registry")
 
 # page, what the block contains, how it is held
 BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
@@ -156,6 +157,21 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/plan.md", "gspo plan", PLAN),
     ("docs/operations.md", "TORCH_WHEELS=", Typed(("docker", "gspo"))),
     ("docs/operations.md", "run --rm -T secrets", Typed(("docker",))),
+    (
+        "docs/operations.md",
+        "docker push",
+        Judged("it pushes to a registry; make real-k8s builds these images"),
+    ),
+    (
+        "docs/operations.md",
+        "cp -r k8s/overlays/dev",
+        HOUR,
+    ),
+    (
+        "docs/operations.md",
+        "components: [",
+        HOUR,
+    ),
     ("docs/operations.md", "--from-file=secrets/$role", Typed(("kubectl",))),
     ("docs/operations.md", "cat secrets/api/", Typed(("gspo",))),
     ("docs/operations.md", "--from=cronjob/backup", Typed(("kubectl",))),

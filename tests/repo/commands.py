@@ -22,6 +22,7 @@ from unittest import mock
 import yaml
 
 from gspo_core.cli import _parser
+from tests.repo.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -236,6 +237,14 @@ def objects() -> set[tuple[str, str]]:
     return found
 
 
+@cache
+def copied() -> set[str]:
+    """Folders that a page has its reader make of one that is here."""
+    found = {match for one in blocks() for match in _COPY.findall(one.text)}
+    return {made for given, made in found if (ROOT / given).is_dir()}
+
+
+_COPY = re.compile(r"^cp -r (\S+) (\S+)$", re.MULTILINE)
 KINDS = {"deploy": "deployment"}
 
 
@@ -255,8 +264,8 @@ def _kubectl(words: list[str], whole: bool) -> None:
     if "--from" in given and tuple(given["--from"].split("/")) not in objects():
         raise CannotBeTyped(f"the manifests have no {given['--from']}")
     for flag in ("-f", "-k"):
-        if given.get(flag, "-") != "-" and not (ROOT / given[flag]).exists():
-            raise CannotBeTyped(f"there is no {given[flag]}")
+        if (path := given.get(flag, "-")) != "-" and path not in copied() and not (ROOT / path).exists():
+            raise CannotBeTyped(f"there is no {path}")
     if inside and "..." not in inside:
         judge(inside, whole=whole)
     for kind, one in _objects_named(rest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -12,10 +13,23 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gspo_core import __version__
 from tests.e2e.compose_check import CheckFailed, Said
-from tests.e2e.k8s_hour import FAILS, HEADING, Shell, commands, of_the_hour, section
+from tests.e2e.k8s_hour import (
+    COPIES,
+    FAILS,
+    HEADING,
+    OVERLAY,
+    Shell,
+    commands,
+    furnish,
+    of_the_hour,
+    section,
+    write_overlay,
+)
 from tests.repo.pages import ROOT, Block
 
+IMAGES = ("api", "rollout", "gateway", "trainer", "engine", "environments")
 # A kubectl that renders one budget, knows one CronJob, and says what else it is asked and given.
 FAKE = """#!/bin/bash
 case "$*" in
@@ -62,11 +76,28 @@ def test_all_else_is_kubectl_s_own(tmp_path: Path) -> None:
 
 def test_every_line_of_the_hour_is_typed_and_loops_whole() -> None:
     typed = [command for one in of_the_hour() for command in commands(one)]
-    (loop,) = [one for one in typed if one.startswith("for ")]
-    assert loop.endswith("done")
+    loops = [one for one in typed if one.startswith("for ")]
+    assert len(loops) == 2
+    assert all(one.endswith("done") for one in loops)
     assert sum(FAILS in one for one in typed) == 1
     for begins in ("kubectl apply -k", "gspo submit", "kubectl -n gspo create job --from=cronjob/restore"):
         assert any(one.startswith(begins) for one in typed), begins
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlay and is not here")
+def test_the_overlay_of_the_page_renders_with_its_components_from_its_registry(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    assert any(COPIES in one.text for one in of_the_hour())
+    subprocess.run(["bash", "-c", COPIES], cwd=tmp_path, check=True)
+    write_overlay(tmp_path / OVERLAY)
+    shown = ["kubectl", "kustomize", str((tmp_path / OVERLAY).parent)]
+    text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    named = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(text)}
+    assert {("CronJob", "backup"), ("CronJob", "restore"), ("Deployment", "announcer")} <= named
+    images = {line.partition("image: ")[2] for line in text.splitlines() if "image: " in line}
+    ours = {one for one in images if "gspo" in one}
+    assert {one.partition(":")[0] for one in ours} == {f"registry.lab/gspo-{name}" for name in IMAGES}
+    assert all(one.endswith(f":{__version__}") for one in ours)
 
 
 def test_a_command_that_a_block_breaks_off_is_noticed() -> None:
@@ -94,10 +125,10 @@ def test_what_is_exported_is_there_for_what_is_typed_next(tmp_path: Path) -> Non
 
 
 def test_the_page_has_a_row_for_each_command() -> None:
-    loop, noted = "for one in a; do\n  echo $one | wc\ndone", "true  # as in `dev`"
+    loop, noted = "for one in a; do\n  echo $one | wc\ndone", f"false  {FAILS}"
     said = [Said(61.2, 7.6, loop), Said(1, 1, noted), Said(2, 1, "and until all is ready")]
     text = section(said, "abc1", datetime(2026, 11, 23, 4, 5, tzinfo=UTC))
     assert text.startswith(HEADING)
-    assert "| 61 | 8 | `for one in a; do echo $one \\| wc done` |\n| 1 | 1 | `` true # as in `dev` `` |\n" in text
+    assert "| 61 | 8 | `for one in a; do echo $one \\| wc done` |\n| 1 | 1 | `false` fails, as it has to |\n" in text
     assert "| 2 | 1 | and until all is ready |\n" in text
     assert "commit abc1; 1 minutes in all" in text
