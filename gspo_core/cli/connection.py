@@ -24,7 +24,8 @@ def connected(url: str) -> Iterator[Client]:
             yield client
     except Unreachable as error:
         raise CommandError(
-            f"no API answers at {url}. Start the stack with `gspo up`, or name another address with --url or $GSPO_URL."
+            f"no API answers at {url}. Start the stack with `gspo up` (on a cluster `kubectl port-forward`, which ends "
+            "with its pod), or name another address with --url or $GSPO_URL."
         ) from error
     except ApiError as error:
         where = f" ({error.param})" if error.param else ""

@@ -89,6 +89,6 @@ def _exported(client: Client, checkpoint: str) -> str:
     while (said := client.checkpoint(checkpoint)["export"])["status"] == "exporting":
         time.sleep(POLL_S)
     if said["status"] != "ready":
-        why = said["message"] or "the API was started again meanwhile"
-        raise CommandError(f"the export failed: {why}; ask for it again")
+        why = said["message"] or "the API was started again meanwhile; ask for it again"
+        raise CommandError(f"the export failed: {why}")
     return str(said["path"])

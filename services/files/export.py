@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent
+
+NO_TORCH = "the API has no torch here: export it where a trainer runs (docs/operations.md, Models out of containers)"
 
 
 class ExportFailed(Exception):
@@ -33,6 +36,8 @@ def export_checkpoint(job: JobDir, epoch: int, step: int, target: Path) -> Path:
     """
     if not CheckpointStore(job).has(Position(epoch, step)):
         raise CheckpointNotFound(f"job {job.id} has no checkpoint of epoch {epoch}, step {step}")
+    if find_spec("torch") is None:
+        raise ExportFailed(NO_TORCH)
     if target.exists():
         raise ExportFailed(f"{target} already exists; an export is written only once")
     # -P keeps the caller's folder off the path: a user's own `services` must not shadow ours.

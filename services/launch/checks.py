@@ -79,7 +79,7 @@ def variables() -> Finding:
     except ModuleNotFoundError as error:
         return Finding(Verdict.NOTE, "settings", f"not checked: {error.name} is not installed")
     try:
-        set_here = load_settings().model_fields_set
+        set_here = load_settings(is_typed=True).model_fields_set
     except SettingsError as error:
         return Finding(Verdict.PROBLEM, "settings", str(error))
     told = [f"{name} is read by nothing here" for name in unread_names(os.environ)]
@@ -95,7 +95,7 @@ def _engines() -> Finding:
     except ModuleNotFoundError as error:
         return Finding(Verdict.NOTE, "engines", f"not checked: {error.name} is not installed")
     try:
-        settings = load_settings()
+        settings = load_settings(is_typed=True)
     except SettingsError:
         return Finding(Verdict.NOTE, "engines", "not checked: the settings cannot be read")
     if not settings.engine_urls:

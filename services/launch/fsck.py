@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from gspo_core.cli.command import CommandError
@@ -22,6 +23,7 @@ from services.state.client import Away, RedisFault, connect
 from services.state.installation import InstallationGuard
 from services.state.store import JobRecord, Store
 
+HAS_TORCH = find_spec("torch") is not None
 CONTACT_S = 5.0
 # Signs of life come every two seconds.
 SILENT_S = 10.0
@@ -49,11 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     for kind, line in _beside_redis(data_dir):
         num_left += kind != "unknown"
         print(f"{kind:13} {line}")
+    if not HAS_TORCH:
+        print(f"{'unknown':13} no torch is installed here: not judged is what checkpoints hold of the learner")
     print("nothing is wrong here" if not num_left else f"{num_left} found")
     return 1 if num_left else 0
 
 
 def _check_learner(directory: Path) -> None:
+    if not HAS_TORCH:
+        return
     from gspo_core.learner import check_state  # loads torch
 
     check_state(directory)
@@ -65,7 +71,7 @@ def _named_uploads(data_dir: DataDir) -> set[str]:
 
 def _beside_redis(data_dir: DataDir) -> Iterator[tuple[str, str]]:
     try:
-        url = load_settings().redis_url
+        url = load_settings(is_typed=True).redis_url
     except SettingsError as error:
         raise CommandError(str(error)) from error
     if url is None:

@@ -88,7 +88,7 @@ def _follow(saving: ContinuousSnapshots, arguments: argparse.Namespace) -> int:
     every_s = EVERY_S if arguments.every is None else arguments.every
     if every_s < 0 or (arguments.keep is not None and arguments.keep < 1):
         raise CommandError("--every: at least 0; --keep: at least 1")
-    settings = load_settings()
+    settings = load_settings(is_typed=True)
     configure_logging("snapshot", level=settings.log_level, log_format=settings.log_format)
     return run_until_signalled(lambda stop: _rounds(saving, every_s, stop, settings.health_file), grace_s=GRACE_S)
 

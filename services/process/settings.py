@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
@@ -295,9 +295,10 @@ def engine_addresses(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in urls)
 
 
-def load_settings() -> Settings:
-    """The settings of this process; raises SettingsError."""
-    _refuse_misspelt(os.environ)
+def load_settings(*, is_typed: bool = False) -> Settings:
+    """The settings of this process, or of a command that a person types, whose shell may have what clients read; raises
+    SettingsError."""
+    _refuse_misspelt(os.environ, _READ_ELSEWHERE.fullmatch if is_typed else lambda _: None)
     secrets = os.environ.get(f"{PREFIX}SECRETS_DIR")
     if secrets and not Path(secrets).is_dir():
         raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is not a directory")
@@ -311,12 +312,12 @@ def load_settings() -> Settings:
         raise SettingsError("; ".join(problems)) from None
 
 
-def _refuse_misspelt(environment: Mapping[str, str]) -> None:
+def _refuse_misspelt(environment: Mapping[str, str], may_be: Callable[[str], object]) -> None:
     """A name that is nearly one of ours is a typo; names far from ours belong to others (the Makefile has some)."""
     known = [PREFIX + name.upper() for name in Settings.model_fields]
     for name in environment:
         near = get_close_matches(name, known, n=1, cutoff=0.9) if name.startswith(PREFIX) else []
-        if near and name not in known:
+        if near and name not in known and not may_be(name):
             whose = " (it is a client's: unset it for a service)" if _READ_ELSEWHERE.fullmatch(name) else ""
             raise SettingsError(f"{name} is not a setting; did you mean {near[0]}?{whose}")
 

@@ -177,6 +177,11 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/operations.md", "--from=cronjob/backup", Typed(("kubectl",))),
     ("docs/operations.md", "scale statefulset engine", Typed(("kubectl",))),
     ("docs/operations.md", "--from=cronjob/restore", Typed(("kubectl",))),
+    (
+        "docs/operations.md",
+        "export_here JOB@60",
+        Judged("tests/services/files/test_export.py types it where a job was trained; a pod was tried by hand"),
+    ),
     ("docs/operations.md", "> data.tar.gz", Typed(("docker",))),
     ("docs/operations.md", "< data.tar.gz", Typed(("docker",))),
     ("docs/operations.md", "gspo snapshot save", Typed(("gspo",))),

@@ -36,6 +36,7 @@ COMPOSE_FLAGS = {
     "exec": {"-T"},
     "run": {"--rm", "--no-deps", "-T", "--entrypoint="},
     "restart": set(),
+    "cp": set(),
     "ps": set(),
 }
 KUBECTL_FLAGS = {
@@ -204,6 +205,8 @@ def _docker(words: list[str], whole: bool) -> None:
         if wrong := set(words[2:]) - {f"{COMPOSE['name']}_{volume}" for volume in COMPOSE["volumes"]}:
             raise CannotBeTyped(f"compose makes no volumes {wrong}")
         return
+    if words[0] in ("images", "tag", "push"):
+        return  # what compose has built
     if words[0] != "compose":
         raise CannotBeTyped(f"docker {words[0]} is not known here")
     given, words = _split(words[1:], COMPOSE_FLAGS[""], "docker compose")
@@ -216,7 +219,7 @@ def _docker(words: list[str], whole: bool) -> None:
     if command not in COMPOSE_FLAGS:
         raise CannotBeTyped(f"docker compose {command} is not known here")
     given, rest = _split(rest, COMPOSE_FLAGS[command], f"docker compose {command}")
-    for service in rest if command not in ("exec", "run") else rest[:1]:
+    for service in rest if command not in ("exec", "run", "cp") else [rest[0].partition(":")[0]]:
         if service not in COMPOSE["services"] and not (service.isupper() and not whole):
             raise CannotBeTyped(f"compose has no service {service}")
     inside = rest[1:]
@@ -275,8 +278,10 @@ def _kubectl(words: list[str], whole: bool) -> None:
 
 def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
     match words:
-        case ["apply"] | ["rollout", "restart" | "status"] | ["exec" | "port-forward" | "scale"]:
+        case ["apply"] | ["rollout", "restart" | "status"] | ["exec" | "port-forward" | "scale" | "wait"] | ["delete"]:
             return
+        case ["cp", pod, _] | ["exec" | "logs", pod] if found := re.match(r"([a-z]+)-0(:|$)", pod):
+            yield "statefulset", found[1]
         case ["create", "secret", "generic", secret]:
             role = secret.removeprefix("gspo-")
             mounted = "".join(
@@ -288,8 +293,8 @@ def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
             yield path.partition("/")[0], path.partition("/")[2]
         case ["delete", "pvc", *_] | ["delete", "job" | "scaledobject"] | ["wait", "pod"]:
             return  # claims of a StatefulSet have names that the cluster makes
-        case ["create", "job", _] | ["wait", _] | ["logs", _]:
-            return  # a job that was made by hand
+        case ["create", "job", _] | ["wait", _] | ["logs", _] | ["get", _]:
+            return  # a job that was made by hand; kinds
         case ["scale", kind, *some]:
             yield from ((kind, one) for one in some)
         case ["delete", kind, one]:
@@ -335,6 +340,7 @@ JUDGES: dict[str, Callable[[list[str], bool], None]] = {
     "gspo": _gspo,
     "hf": _anything,
     "kubectl": _kubectl,
+    "cp": _anything,
     "make": _make,
     "pip": _pip,
     "lint-imports": _anything,

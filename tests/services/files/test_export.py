@@ -13,6 +13,7 @@ import transformers
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
+from services.files import export_here
 from services.files.checkpoints import CheckpointStore
 from services.files.export import CheckpointNotFound, ExportFailed, export_checkpoint
 from services.files.export_process import main
@@ -37,13 +38,26 @@ def check_adapter(model_dir: Path, export: Path) -> None:
     assert set(said["target_modules"]) == LAYERS
 
 
+def check_the_command(job: JobDir, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Typed where a trainer runs, it writes the same where the API looks, once."""
+    place = job.export(Position(2, 7))
+    for where in ("job_a@7", "job_a"):
+        assert export_here.main([where]) == 0
+        assert capsys.readouterr().out == f"{place}\n"
+    assert (place / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert export_here.main(["job_a@8"]) == 1
+    assert "no such checkpoint of job_a is kept; kept: 7" in capsys.readouterr().err
+
+
 # peft asks transformers by a name that transformers gives up
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With additions of low rank, whose sum is what counts; then the checkpoint is damaged, and refused."""
-    model_dir, job_dir, target = write_model(tmp_path / "model"), tmp_path / "job_a", tmp_path / "exports" / "one"
+    monkeypatch.setenv("GSPO_DATA_DIR", str(tmp_path / "data"))
+    job_dir, target = tmp_path / "data" / "jobs" / "job_a", tmp_path / "exports" / "one"
+    model_dir = write_model(tmp_path / "model")
     (model_dir / "tokenizer.json").write_text("{}")
     spec = JobSpec.model_validate(
         {
@@ -73,6 +87,7 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ExportFailed, match="exists"):
         export_checkpoint(JobDir(job_dir), 2, 7, target)
+    check_the_command(JobDir(job_dir), target, capsys)
     with pytest.raises(CheckpointNotFound, match="epoch 2, step 8"):
         export_checkpoint(JobDir(job_dir), 2, 8, tmp_path / "two")
 
@@ -82,4 +97,11 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
     shard.write_bytes(bytes(data))
     assert main([str(job_dir), "2", "7", str(tmp_path / "two")]) == 1
     assert "damaged" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "exports", "job_a", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "expected", "exports", "model"]
+
+
+def test_an_api_without_torch_says_where_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointStore(JobDir(tmp_path)).write(Position(0, 1), Lineage(step=1), lambda folder: folder.mkdir())
+    monkeypatch.setattr("services.files.export.find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(ExportFailed, match="no torch here: export it where a trainer runs"):
+        export_checkpoint(JobDir(tmp_path), 0, 1, tmp_path / "export")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_a_whole_installation_is_whole_and_without_redis_the_rest_is_said(
     text = examine(status=0)
     assert "nothing is wrong here" in text
     assert "GSPO_REDIS_URL is not set: not judged" in text
+
+
+def test_where_no_torch_is_installed_the_learner_s_state_is_not_judged_and_that_is_said(
+    job: RecordedJob, examine: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "HAS_TORCH", False)
+    monkeypatch.setitem(sys.modules, "gspo_core.learner", None)
+    text = examine(status=0)
+    assert "no torch is installed here: not judged is what checkpoints hold of the learner" in text
 
 
 @pytest.mark.parametrize("part", ["batches", "weights"])

@@ -100,6 +100,14 @@ def test_a_misspelt_name_is_an_error_that_names_the_right_one(monkeypatch: pytes
         load_settings()
 
 
+def test_a_command_that_a_person_types_is_not_told_off_for_what_clients_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_API_KEY", "x")
+    assert load_settings(is_typed=True) == Settings()
+    monkeypatch.setenv("GSPO_ENGINE_URL", "x")
+    with pytest.raises(SettingsError, match="GSPO_ENGINE_URL is not a setting"):
+        load_settings(is_typed=True)
+
+
 def test_names_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_TORCH_WHEELS", "/somewhere")
     load_settings()
