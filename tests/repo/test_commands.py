@@ -129,6 +129,7 @@ FOREIGN_FLAGS = {
     "--shutdown-timeout",  # torchrun
     "--batch", "--signal", "--requeue",  # Slurm
     "--scale", "--wait", "--env-file", "--profile",  # docker compose
+    "--for", "--from-file",  # kubectl
 }  # fmt: skip
 
 
