@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from gspo_core.log.layout import (
 )
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
-from gspo_core.staleness import in_history
+from gspo_core.staleness import UnknownVersion, in_history
 from services.files.checkpoint_storage import CheckpointStorage, Stored, StoredFile, storage_of
 from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, parse_step_name, step_name
@@ -87,6 +87,15 @@ class CheckpointStore:
     def has(self, position: Position) -> bool:
         """Intact or not."""
         return position in self.positions()
+
+    def of_the_history(self, kept: Collection[Position]) -> Collection[Position]:
+        """Those that the job did not leave when it went back; all, where the records of that are lost."""
+        try:
+            forks = self.forks()
+            newest = max(forks, default=max((at.epoch for at in kept), default=1))
+            return frozenset(at for at in kept if in_history(at, newest, forks))
+        except (LostForkRecord, UnknownCheckpointFormat, UnknownVersion):
+            return kept
 
     def describe(self, position: Position) -> Stored:
         """Raises FileNotFoundError."""

@@ -18,7 +18,7 @@ from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 from services.process.children import die_with_parent
 
-NO_TORCH = "the API has no torch here: export it where a trainer runs (docs/operations.md, Models out of containers)"
+NO_TORCH = "no torch is installed here: export it where a trainer runs (docs/operations.md, Models out of containers)"
 
 
 class ExportFailed(Exception):

@@ -126,7 +126,7 @@ def _is_open() -> bool:
 
 def furnish(folder: Path) -> None:
     """A checkout's manifests, and a job."""
-    shutil.copytree(ROOT / "k8s", folder / "k8s")
+    shutil.copytree(ROOT / "k8s", folder / "k8s", ignore=shutil.ignore_patterns(OVERLAY.parent.name))
     job = yaml.safe_load((ROOT / "examples" / "demo" / "job.yaml").read_text())
     job |= {"model": MODEL, "steps": STEPS, "evaluation": {"tasks": 64, "every": STEPS}}
     (folder / "job.yaml").write_text(yaml.safe_dump(job))

@@ -219,7 +219,7 @@ def _docker(words: list[str], whole: bool) -> None:
     if command not in COMPOSE_FLAGS:
         raise CannotBeTyped(f"docker compose {command} is not known here")
     given, rest = _split(rest, COMPOSE_FLAGS[command], f"docker compose {command}")
-    for service in rest if command not in ("exec", "run", "cp") else [rest[0].partition(":")[0]]:
+    for service in rest if command not in ("exec", "run", "cp") else [one.partition(":")[0] for one in rest[:1]]:
         if service not in COMPOSE["services"] and not (service.isupper() and not whole):
             raise CannotBeTyped(f"compose has no service {service}")
     inside = rest[1:]
@@ -278,10 +278,12 @@ def _kubectl(words: list[str], whole: bool) -> None:
 
 def _objects_named(words: list[str]) -> Iterator[tuple[str, str]]:
     match words:
-        case ["apply"] | ["rollout", "restart" | "status"] | ["exec" | "port-forward" | "scale" | "wait"] | ["delete"]:
+        case ["apply"] | ["rollout", "restart" | "status"] | ["exec" | "port-forward" | "scale" | "wait" | "delete"]:
             return
-        case ["cp", pod, _] | ["exec" | "logs", pod] if found := re.match(r"([a-z]+)-0(:|$)", pod):
+        case ["cp", place, _] if found := re.match(r"([a-z]+)-0:/", place):
             yield "statefulset", found[1]
+        case ["exec" | "logs", pod] if pod.endswith("-0"):
+            yield "statefulset", pod.removesuffix("-0")
         case ["create", "secret", "generic", secret]:
             role = secret.removeprefix("gspo-")
             mounted = "".join(

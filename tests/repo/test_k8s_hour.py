@@ -112,7 +112,7 @@ def test_a_line_that_ends_as_it_must_not_is_noticed(tmp_path: Path, command: str
 
 
 def test_a_line_that_fails_by_no_policy_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"otherwise than by a policy: .*no-such-command"):
+    with pytest.raises(CheckFailed, match=r"(?s)otherwise than by a policy: .*no-such-command"):
         Shell(tmp_path).type(f"no-such-command  {FAILS}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
@@ -160,6 +161,8 @@ def test_nothing_is_built_while_changes_are_unreleased(
 def test_nothing_is_built_of_files_that_no_commit_has(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     build.demand_committed(tree)
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     subprocess.run(["git", "config", "status.showUntrackedFiles", "no"], cwd=tree, check=True)
@@ -175,8 +178,8 @@ def test_nothing_is_built_of_files_that_no_commit_has(
 
 
 def test_nothing_is_built_where_git_does_not_say_what_is_committed(tree: Path) -> None:
-    (tree / ".git").mkdir()
-    with pytest.raises(NotReady, match="git does not say what is committed: fatal"):
+    (tree / ".git").write_text("nothing that git knows")
+    with pytest.raises(NotReady, match="git does not say what is committed: "):
         build.demand_committed(tree)
 
 

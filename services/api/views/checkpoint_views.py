@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gspo_core.position import Position
 from services.api.views.store_views import View
 from services.files.job_dir import JobDir
-
-if TYPE_CHECKING:
-    from services.files.checkpoints import CheckpointStore
 
 
 class CheckpointFile(View):
@@ -67,22 +64,9 @@ def places_of(job: JobDir) -> list[CheckpointPlace]:
 
     store = CheckpointStore(job)
     kept = store.positions()
-    history = _of_the_history(store, kept)
+    history = store.of_the_history(kept)
     newest_first = sorted(kept, key=lambda at: (at in history, at), reverse=True)
     return [CheckpointPlace(_id(job.id, at), at, at in history) for at in newest_first]
-
-
-def _of_the_history(store: CheckpointStore, kept: Collection[Position]) -> Collection[Position]:
-    """All, where the records of where it went back to are lost."""
-    from gspo_core.staleness import UnknownVersion, in_history
-    from services.files.checkpoints import LostForkRecord, UnknownCheckpointFormat
-
-    try:
-        forks = store.forks()
-        newest = max(forks, default=max((at.epoch for at in kept), default=1))
-        return frozenset(at for at in kept if in_history(at, newest, forks))
-    except (LostForkRecord, UnknownCheckpointFormat, UnknownVersion):
-        return kept
 
 
 def described_of(job: JobDir, places: Iterable[CheckpointPlace]) -> list[CheckpointView]:

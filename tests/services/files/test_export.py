@@ -45,8 +45,13 @@ def check_the_command(job: JobDir, exported: Path, capsys: pytest.CaptureFixture
         assert export_here.main([where]) == 0
         assert capsys.readouterr().out == f"{place}\n"
     assert (place / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
-    assert export_here.main(["job_a@8"]) == 1
-    assert "no such checkpoint of job_a is kept; kept: 7" in capsys.readouterr().err
+    for where, told in (
+        ("job_a@8", "no such checkpoint of job_a is kept; kept: 7"),
+        ("job_a@", "job_a@: write JOB or JOB@STEP"),
+        ("../job_a", "there is no job ../job_a in "),
+    ):
+        assert export_here.main([where]) == 1
+        assert told in capsys.readouterr().err
 
 
 # peft asks transformers by a name that transformers gives up
@@ -103,5 +108,24 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
 def test_an_api_without_torch_says_where_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CheckpointStore(JobDir(tmp_path)).write(Position(0, 1), Lineage(step=1), lambda folder: folder.mkdir())
     monkeypatch.setattr("services.files.export.find_spec", lambda name: None if name == "torch" else name)
-    with pytest.raises(ExportFailed, match="no torch here: export it where a trainer runs"):
+    with pytest.raises(ExportFailed, match="no torch is installed here: export it where a trainer runs"):
         export_checkpoint(JobDir(tmp_path), 0, 1, tmp_path / "export")
+
+
+@pytest.mark.parametrize(("where", "chosen"), [("job_a", (2, 5)), ("job_a@3", (2, 3)), ("job_a@9", (1, 9))])
+def test_the_command_takes_what_the_job_has_not_left(
+    where: str, chosen: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went back from step 9 to 2, and has come to 5 since."""
+    monkeypatch.setenv("GSPO_DATA_DIR", str(tmp_path))
+    job = JobDir(tmp_path / "jobs" / "job_a")
+    job.accepted.parent.mkdir(parents=True)
+    job.accepted.touch()
+    store = CheckpointStore(job)
+    for at in ((1, 2), (1, 3), (1, 9), (2, 3), (2, 5)):
+        store.write(Position(*at), Lineage(step=at[1]), lambda folder: folder.mkdir())
+    store.begin_epoch(2, Position(1, 2))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(export_here, "export_checkpoint", lambda job, epoch, step, target: asked.append((epoch, step)))
+    assert export_here.main([where]) == 0
+    assert asked == [chosen]

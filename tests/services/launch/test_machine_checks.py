@@ -165,6 +165,7 @@ def test_whether_there_is_a_wall_is_told(
     [
         ("GSPO_LEASE_S", "3", Verdict.OK, "GSPO_LEASE_S"),
         ("GSPO_LEASE_S", "x", Verdict.PROBLEM, "GSPO_LEASE_S: "),
+        ("GSPO_API_KEY", "k", Verdict.NOTE, "GSPO_API_KEY is for clients; gspo up refuses it"),
         ("GSPO_TYPO", "1", Verdict.NOTE, "GSPO_TYPO is read by nothing here"),
         ("TRAINER_GPUS", "2", Verdict.NOTE, "no longer read: TRAINER_DEVICES=0,1"),
     ],
