@@ -112,17 +112,20 @@ def test_an_api_without_torch_says_where_to_export(tmp_path: Path, monkeypatch: 
         export_checkpoint(JobDir(tmp_path), 0, 1, tmp_path / "export")
 
 
-@pytest.mark.parametrize(("where", "chosen"), [("job_a", (2, 5)), ("job_a@3", (2, 3)), ("job_a@9", (1, 9))])
+@pytest.mark.parametrize(
+    ("where", "since", "chosen"),
+    [("job_a", (3, 5), (2, 5)), ("job_a@3", (3, 5), (2, 3)), ("job_a@9", (3, 5), (1, 9)), ("job_a", (), (1, 2))],
+)
 def test_the_command_takes_what_the_job_has_not_left(
-    where: str, chosen: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, since: tuple[int, ...], chosen: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went back from step 9 to 2, and has come to 5 since."""
+    """It went back from step 9 to 2, and has kept steps ``since``."""
     monkeypatch.setenv("GSPO_DATA_DIR", str(tmp_path))
     job = JobDir(tmp_path / "jobs" / "job_a")
     job.accepted.parent.mkdir(parents=True)
     job.accepted.touch()
     store = CheckpointStore(job)
-    for at in ((1, 2), (1, 3), (1, 9), (2, 3), (2, 5)):
+    for at in ((1, 2), (1, 3), (1, 9), *((2, step) for step in since)):
         store.write(Position(*at), Lineage(step=at[1]), lambda folder: folder.mkdir())
     store.begin_epoch(2, Position(1, 2))
     asked: list[tuple[int, int]] = []

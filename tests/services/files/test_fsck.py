@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.log.lineage import Lineage
+from gspo_core.position import Position
+from services.files.checkpoints import CheckpointStore
 from services.files.data_dir import DataDir
 from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, JobsDir
@@ -68,8 +71,10 @@ def test_a_whole_installation_is_whole_and_without_redis_the_rest_is_said(
 
 
 def test_where_no_torch_is_installed_the_learner_s_state_is_not_judged_and_that_is_said(
-    job: RecordedJob, examine: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    job: RecordedJob, examine: Callable[..., str], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory = JobDir(next((data / "jobs").iterdir()))
+    CheckpointStore(directory).write(Position(1, 1), Lineage(step=1), lambda folder: folder.mkdir())
     monkeypatch.setattr(command, "HAS_TORCH", False)
     monkeypatch.setitem(sys.modules, "gspo_core.learner", None)
     text = examine(status=0)
