@@ -512,6 +512,19 @@ def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str)
         assert "redis" not in {one["metadata"]["name"] for one in objects}
 
 
+@pytest.mark.parametrize(("overlay", "modes"), [("dev", ["ReadWriteOnce"]), ("two-gpus", ["ReadWriteMany"])])
+@pytest.mark.parametrize("component", ["backup", "backup-continuous"])
+def test_backups_go_to_a_claim_that_is_served_where_that_of_the_data_is(
+    component: str, overlay: str, modes: list[str]
+) -> None:
+    """Also where an overlay builds upon `dev`, whose own patches have been applied then."""
+    objects = with_component(component, overlay)
+    assert problems(objects, metrics()) == []
+    claims = [of(objects, "PersistentVolumeClaim", name)["spec"] for name in (component, "data")]
+    assert claims[0] == claims[1]
+    assert claims[0]["accessModes"] == modes
+
+
 def test_whoever_calls_redis_reaches_one_of_somebody_else() -> None:
     objects = with_component("external-redis", "prod")
     assert problems(objects, metrics()) == []
