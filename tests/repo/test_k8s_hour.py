@@ -29,6 +29,7 @@ from tests.e2e.k8s_hour import (
 )
 from tests.repo.pages import ROOT, Block
 
+OVERLAYS = sorted({path.name for path in (ROOT / "k8s" / "overlays").iterdir()} - {OVERLAY.parent.name})
 IMAGES = ("api", "rollout", "gateway", "trainer", "engine", "environments")
 # A kubectl that renders one budget, knows one CronJob, and says what else it is asked and given.
 FAKE = """#!/bin/bash
@@ -90,14 +91,50 @@ def test_the_overlay_of_the_page_renders_with_its_components_from_its_registry(t
     assert any(COPIES in one.text for one in of_the_hour())
     subprocess.run(["bash", "-c", COPIES], cwd=tmp_path, check=True)
     write_overlay(tmp_path / OVERLAY)
-    shown = ["kubectl", "kustomize", str((tmp_path / OVERLAY).parent)]
-    text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    text = rendered(tmp_path)
     named = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(text)}
     assert {("CronJob", "backup"), ("CronJob", "restore"), ("Deployment", "announcer")} <= named
-    images = {line.partition("image: ")[2] for line in text.splitlines() if "image: " in line}
-    ours = {one for one in images if "gspo" in one}
-    assert {one.partition(":")[0] for one in ours} == {f"registry.lab/gspo-{name}" for name in IMAGES}
-    assert all(one.endswith(f":{__version__}") for one in ours)
+    assert our_images(text) == {f"registry.lab/gspo-{name}:{__version__}" for name in IMAGES}
+
+
+def rendered(folder: Path) -> str:
+    shown = ["kubectl", "kustomize", str((folder / OVERLAY).parent)]
+    return subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+
+
+def our_images(text: str) -> set[str]:
+    return {line.partition("image: ")[2] for line in text.splitlines() if "image: " in line and "gspo" in line}
+
+
+def overlay_with(folder: Path, overlay: str, images: list[dict[str, str]], how: str) -> str:
+    """One of an operator's own, rendered: a copy of ``overlay`` with more images, or one that builds upon it."""
+    furnish(folder)
+    given = {"namespace": "gspo", "resources": [f"../{overlay}"]}
+    if how == "copied":
+        shutil.copytree(folder / "k8s" / "overlays" / overlay, (folder / OVERLAY).parent)
+        given = yaml.safe_load((folder / OVERLAY).read_text())
+    (folder / OVERLAY).parent.mkdir(exist_ok=True)
+    (folder / OVERLAY).write_text(yaml.safe_dump(given | {"images": [*given.get("images", []), *images]}))
+    return rendered(folder)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlay and is not here")
+@pytest.mark.parametrize("how", ["copied", "built upon"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_images_of_the_page_lead_every_overlay_to_its_registry(tmp_path: Path, overlay: str, how: str) -> None:
+    (named,) = of_the_hour("yaml")
+    text = overlay_with(tmp_path, overlay, yaml.safe_load(named.text)["images"], how)
+    ours = {name for name in IMAGES if name != "engine"} if "nvidia.com/gpu" in text else set(IMAGES)
+    trainers = {"trainer-cuda"} if "nvidia.com/gpu" in text else {"trainer"}
+    assert our_images(text) == {f"registry.lab/gspo-{name}:{__version__}" for name in ours - {"trainer"} | trainers}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlay and is not here")
+@pytest.mark.parametrize(("name", "tag"), [("gspo-trainer", __version__), ("gspo-trainer-cuda", "mine")])
+def test_the_trainer_with_a_gpu_has_the_image_of_one_name_alone(tmp_path: Path, name: str, tag: str) -> None:
+    """As the page says it: kustomize looks for the name that the overlay below has given, and passes over any other."""
+    text = overlay_with(tmp_path, "two-gpus", [{"name": name, "newTag": "mine"}], "built upon")
+    assert {one for one in our_images(text) if "trainer" in one} == {f"gspo-trainer-cuda:{tag}"}
 
 
 def test_a_command_that_a_block_breaks_off_is_noticed() -> None:
