@@ -83,7 +83,8 @@ def variables() -> Finding:
     except SettingsError as error:
         return Finding(Verdict.PROBLEM, "settings", str(error))
     told = [f"{name} is read by nothing here" for name in unread_names(os.environ)]
-    told += [f"{name} is for clients; gspo up refuses it" for name in ("GSPO_API_KEY",) if os.environ.get(name)]
+    if os.environ.get("GSPO_API_KEY"):
+        told.append("GSPO_API_KEY is for clients; gspo up refuses it")
     told += [f"{name} is no longer read: {instead}" for name, instead in retired_names(os.environ).items()]
     if told:
         return Finding(Verdict.NOTE, "settings", "; ".join(told))
