@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fnmatch
 import re
 import shlex
 import subprocess
@@ -206,10 +207,18 @@ def _docker(words: list[str], whole: bool) -> None:
             raise CannotBeTyped(f"compose makes no volumes {wrong}")
         return
     if words[0] in ("images", "tag", "push"):
-        return  # what compose has built
+        _, named = _split(words[1:], {"--format="}, f"docker {words[0]}")
+        bare = [word.rpartition("/")[2].partition(":")[0] for word in named]
+        if wrong := [one for one in bare if one != "$image" and not fnmatch.filter(images(), one)]:  # of a loop
+            raise CannotBeTyped(f"compose builds no images {wrong}")
+        return
     if words[0] != "compose":
         raise CannotBeTyped(f"docker {words[0]} is not known here")
-    given, words = _split(words[1:], COMPOSE_FLAGS[""], "docker compose")
+    _compose(words[1:], whole)
+
+
+def _compose(words: list[str], whole: bool) -> None:
+    given, words = _split(words, COMPOSE_FLAGS[""], "docker compose")
     if "--env-file" in given and not (ROOT / given["--env-file"]).is_file():
         raise CannotBeTyped(f"there is no {given['--env-file']}")
     profiles = {one for service in COMPOSE["services"].values() for one in service.get("profiles", ())}
@@ -227,6 +236,12 @@ def _docker(words: list[str], whole: bool) -> None:
         judge([given["--entrypoint"], *inside], whole=whole)
     elif command == "exec" and inside[0] != "cat":
         judge(inside, whole=whole)
+
+
+@cache
+def images() -> set[str]:
+    """What compose builds, without tags."""
+    return {one["image"].partition(":")[0] for one in COMPOSE["services"].values() if "build" in one}
 
 
 @cache
@@ -248,7 +263,21 @@ def copied() -> set[str]:
 
 
 _COPY = re.compile(r"^cp -r (\S+) (\S+)$", re.MULTILINE)
-KINDS = {"deploy": "deployment"}
+KINDS = {
+    **{"cj": "cronjob", "cm": "configmap", "deploy": "deployment", "hpa": "horizontalpodautoscaler", "ns": "namespace"},
+    **{"netpol": "networkpolicy", "pdb": "poddisruptionbudget", "po": "pod", "pvc": "persistentvolumeclaim"},
+    **{"sa": "serviceaccount", "sts": "statefulset", "svc": "service"},
+}
+# What a cluster has that no manifest holds as it is.
+OF_CLUSTERS = {"configmap", "event", "job", "node", "persistentvolume", "pod", "secret"}
+
+
+@cache
+def kinds() -> set[str]:
+    """As `kubectl get` takes them: one, several, or short."""
+    found = {kind for kind, _ in objects()} | OF_CLUSTERS
+    several = {re.sub("y$", "ie", kind) + ("es" if kind.endswith("s") else "s") for kind in found}
+    return found | several | {short for short, kind in KINDS.items() if kind in found}
 
 
 def _kubectl(words: list[str], whole: bool) -> None:
@@ -262,6 +291,8 @@ def _kubectl(words: list[str], whole: bool) -> None:
             given |= more
         else:
             rest.append(named.pop(0))
+    if rest[:1] == ["get"] and (wrong := set(",".join(rest[1:]).split(",")) - kinds()):
+        raise CannotBeTyped(f"nothing of the kinds {wrong} is in the manifests")
     if "-n" in given and ("namespace", given["-n"]) not in objects():
         raise CannotBeTyped(f"the manifests make no namespace {given['-n']}")
     if "--from" in given and tuple(given["--from"].split("/")) not in objects():
@@ -331,6 +362,12 @@ def _pytest(words: list[str], whole: bool) -> None:
         raise CannotBeTyped(f"there are no tests {missing}")
 
 
+def _cp(words: list[str], whole: bool) -> None:
+    *sources, _ = [word for word in words if not word.startswith("-")]
+    if missing := [one for one in sources if one not in copied() and not (ROOT / one).exists()]:
+        raise CannotBeTyped(f"there is nothing to copy at {missing}")
+
+
 def _anything(words: list[str], whole: bool) -> None:
     """Not ours and nothing of ours in it, or executed by the test that the table names."""
 
@@ -342,7 +379,7 @@ JUDGES: dict[str, Callable[[list[str], bool], None]] = {
     "gspo": _gspo,
     "hf": _anything,
     "kubectl": _kubectl,
-    "cp": _anything,
+    "cp": _cp,
     "make": _make,
     "pip": _pip,
     "lint-imports": _anything,
