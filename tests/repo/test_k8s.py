@@ -686,6 +686,18 @@ def test_what_is_saved_again_and_again_has_a_place_of_its_own_and_one_that_saves
     assert mounts == {"tmp": None, "data": True, "backup": None}
 
 
+@pytest.mark.parametrize("component", ["backup", "backup-continuous", "model-loader"])
+def test_a_pod_that_has_ended_is_none_that_the_page_waits_to_see_go(component: str) -> None:
+    """It stays until its job is deleted, behind these lines."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    waits = re.findall(r"--for=delete pod .*name in \(([^)]*)\)", page)
+    waited = {name for names in waits for name in names.split(", ")}
+    assert {"backup-continuous", "redis"} <= waited
+    jobs = [one for _, owner, one in workloads(with_component(component)) if owner["kind"] in ("Job", "CronJob")]
+    assert jobs
+    assert not waited & {one["metadata"]["labels"]["app.kubernetes.io/name"] for one in jobs}
+
+
 def test_images_hold_what_their_jobs_run() -> None:
     """The bucket's package is an extra, and no test of a job in a cluster's manifests would miss it."""
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
