@@ -533,6 +533,20 @@ def test_whoever_calls_redis_reaches_one_of_somebody_else() -> None:
     assert CALLERS["redis"] <= {name for name, _, _ in workloads(objects)}
 
 
+@pytest.mark.parametrize("overlay", ["two-gpus", "multi-node"])
+def test_a_group_for_weights_has_every_pod_in_which_an_engine_has_ranks(overlay: str) -> None:
+    """Each rank is a member of the group, those of an engine's further nodes too."""
+    objects = with_component("weight-group", overlay)
+    assert problems(objects, metrics()) == []
+    engines = [one["metadata"]["labels"] for name, _, one in workloads(objects) if name.startswith("engine")]
+    receives = of(objects, "NetworkPolicy", "weight-group-engine")["spec"]["podSelector"]["matchLabels"]
+    sends = of(objects, "NetworkPolicy", "weight-group-trainer")["spec"]
+    reached = [peer["podSelector"]["matchLabels"] for one in sends["egress"] for peer in one["to"]]
+    let_in = [peer["podSelector"]["matchLabels"] for one in sends["ingress"] for peer in one["from"]]
+    for selector in (receives, *reached, *let_in):
+        assert all(selector.items() <= labels.items() for labels in engines)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_fits_the_schemas(component: str, version: str) -> None:
