@@ -465,6 +465,16 @@ def test_the_policy_bites_on_what_watches_and_scales(change: Callable[[list[Any]
     assert any(problem in one for one in problems(objects, metrics()))
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_overrides_no_setting_but_what_is_its_own(overlay: str) -> None:
+    """What stands in a pod's `env` wins over `gspo-settings`: an overlay that merges it there would change nothing."""
+    for name, _, template in workloads(render(overlay)):
+        for container in containers(template):
+            if "configMapRef" in str(container.get("envFrom", ())):
+                set_here = {one["name"] for one in container.get("env", ()) if one["name"].startswith("GSPO_")}
+                assert set_here <= {"GSPO_HEALTH_FILE", "GSPO_GATEWAY_OWN_URL"}, name
+
+
 def test_the_alarms_of_a_cluster_are_those_of_one_host() -> None:
     rules = of(render("prod"), "PrometheusRule", "gspo")["spec"]
     assert rules == yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())
