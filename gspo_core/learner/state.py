@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -94,8 +94,8 @@ def restore_tensors(
 ) -> None:
     """The inverse of `training_tensors`, on whatever device these were saved; the tensors must fit."""
     optimizer.state.clear()
+    restore_parameters(model, tensors)
     for name, parameter in _trained(model):
-        local(parameter).copy_(tensors[f"parameter/{name}"])
         found = {key: tensors.get(f"optimizer/{key}/{name}") for key in SMALL_MOMENTS}
         moments = {key: value for key, value in found.items() if value is not None}
         if moments:
@@ -103,6 +103,18 @@ def restore_tensors(
     torch.set_rng_state(tensors["random/cpu"])
     if device.type == "cuda" and "random/cuda" in tensors:  # a CPU saves none: then the GPU keeps its own
         torch.cuda.set_rng_state(tensors["random/cuda"], device)
+
+
+@torch.no_grad()
+def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """What is trained alone; the tensors must fit."""
+    for name, parameter in _trained(model):
+        local(parameter).copy_(tensors[PARAMETER + name])
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a tensor of a state is what was trained, and not a moment, a memory or a random state."""
+    return name.startswith(PARAMETER)
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -179,22 +191,25 @@ def _write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[Content, dict[str, Tensor]]:
-    """Return the manifest's content and the tensors of one rank, both verified.
+def read_state(
+    directory: Path, rank: int, num_ranks: int, wanted: Callable[[str], bool] = lambda _: True
+) -> tuple[Content, dict[str, Tensor]]:
+    """Return the manifest's content and the tensors of one rank, both verified. Only tensors whose names are `wanted`
+    are read into memory; the files are verified whole all the same.
 
     If a different number of ranks saved the state, every rank verifies all shards and reads its part of each tensor;
     the random state then comes from one of the saving ranks.
     """
     manifest = _read_manifest(directory)
     if manifest["num_ranks"] == num_ranks:
-        return manifest["content"], _read_shard(directory, manifest, rank)
+        return manifest["content"], _read_shard(directory, manifest, rank, wanted)
     with contextlib.ExitStack() as stack:
         paths = [_checked_shard(directory, manifest, saved) for saved in range(manifest["num_ranks"])]
         shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         own = shards[rank % len(shards)]
         return manifest["content"], {
             name: own.get_tensor(name) if _is_whole(name) else _rows(shards, name, rank, num_ranks)
-            for name in own.keys()  # noqa: SIM118 (no mapping)
+            for name in filter(wanted, own.keys())
         }
 
 
@@ -223,9 +238,9 @@ def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor
     return torch.cat(pieces) if pieces else shards[0].get_tensor(name)[:0].clone()
 
 
-def _read_shard(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+def _read_shard(directory: Path, manifest: Manifest, rank: int, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     with safe_open(_checked_shard(directory, manifest, rank), framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        return {key: file.get_tensor(key) for key in filter(wanted, file.keys())}
 
 
 def _checked_shard(directory: Path, manifest: Manifest, rank: int) -> Path:

@@ -174,7 +174,7 @@ class Learner:
     def parameters(self) -> dict[str, Tensor]:
         """A copy of what is trained (this rank's share), by name."""
         found = state.training_tensors(self._policy, self._optimizer, self._device)
-        kept = {name: tensor for name, tensor in found.items() if name.startswith(state.PARAMETER)}
+        kept = {name: tensor for name, tensor in found.items() if state.is_parameter(name)}
         return {name.removeprefix(state.PARAMETER): tensor.detach().cpu().clone() for name, tensor in kept.items()}
 
     def _gather_scored(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
@@ -301,14 +301,7 @@ class Learner:
 
     def prepare_state(self, directory: Path) -> Callable[[], None]:
         """Read and check a state; return a function that loads it. Raises ValueError if it does not fit this rank."""
-        content, tensors = state.read_state(Path(directory), self._ranks.part, self._ranks.num_parts)
-        if content["model"] != state.fingerprint(self._model_dir):
-            raise state.UnfitState(f"{directory} is a state of another model than {self._model_dir}")
-        alpha = None if self.config.lora is None else self.config.lora.alpha
-        if content.get("lora_alpha", alpha) != alpha:  # shapes reveal rank and layers but not the scale of the sum
-            raise state.UnfitState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
-        self._policy.settle()
-        state.check_fit(self._policy, self._optimizer, tensors)
+        content, tensors = self._read_state(Path(directory))
 
         def load() -> None:
             state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
@@ -317,6 +310,25 @@ class Learner:
             self._spreads = SpreadMemory() if remembered is None else SpreadMemory(*remembered.tolist())
 
         return load
+
+    def load_weights(self, directory: Path) -> None:
+        """Load what is trained alone, of a saved state that is refused as `load_state` refuses it: enough to save
+        weights, not to train on. Moments, which are twice as large, come into no memory."""
+        _, tensors = self._read_state(Path(directory), state.is_parameter)
+        state.restore_parameters(self._policy, tensors)
+
+    def _read_state(
+        self, directory: Path, wanted: Callable[[str], bool] = lambda _: True
+    ) -> tuple[state.Content, dict[str, Tensor]]:
+        content, tensors = state.read_state(directory, self._ranks.part, self._ranks.num_parts, wanted)
+        if content["model"] != state.fingerprint(self._model_dir):
+            raise state.UnfitState(f"{directory} is a state of another model than {self._model_dir}")
+        alpha = None if self.config.lora is None else self.config.lora.alpha
+        if content.get("lora_alpha", alpha) != alpha:  # shapes reveal rank and layers but not the scale of the sum
+            raise state.UnfitState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
+        self._policy.settle()
+        state.check_fit(self._policy, self._optimizer, tensors)
+        return content, tensors
 
     def close(self) -> None:
         """Does nothing with one rank: its memory is freed with the object."""

@@ -1,10 +1,13 @@
 """``python -m services.files.export_process JOB_DIRECTORY EPOCH STEP TARGET``: a checkpoint as a model directory.
 
-Started by ``services.files.export``, whose callers have no torch. The directory appears whole or not at all.
+Started by ``services.files.export``, whose callers have no torch, with an empty ``TARGET`` that it makes whole or
+removes. Rule: nothing is written outside of ``TARGET``, nor where a job was that is removed meanwhile; and of the
+checkpoint the weights alone come into memory, which the moments of training would fill three times over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,7 +17,6 @@ from gspo_core.learner import Learner
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
-from services.files.durable import whole_directory
 from services.files.job_dir import JobDir
 from services.files.job_records import JobRecords
 
@@ -24,15 +26,17 @@ ADAPTER = "adapter"
 
 def _write(job: JobDir, at: Position, target: Path) -> None:
     spec = JobRecords(job).accepted().job_spec
-    options = dict(spec.learner) | {"dtype": _dtype_of(Path(spec.model))}
+    model_dir = Path(spec.model).absolute()
+    options = dict(spec.learner) | {"dtype": _dtype_of(model_dir)}
     config = LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps, **options)
     objective = spec.training_objective.model_copy(update={"kl_coef": 0.0})  # no reference model is needed
-    learner = Learner(Path(spec.model), config, objective, seed=spec.seed)
-    learner.load_state(CheckpointStore(job).learner_dir(at))
-    with whole_directory(target) as temporary:
-        learner.save_weights(temporary)
+    learner = Learner(model_dir, config, objective, seed=spec.seed, device="cpu")  # GPUs train, or sample
+    learner.load_weights(CheckpointStore(job).learner_dir(at))
+    target.mkdir(exist_ok=True)
+    with contextlib.chdir(target):  # a name would be made anew, with the folders above it, where the job was removed
+        learner.save_weights(Path())
         if spec.learner.lora is not None:
-            learner.save_adapter(temporary / ADAPTER)
+            learner.save_adapter(Path(ADAPTER))
 
 
 def _dtype_of(model_dir: Path) -> Literal["float32", "bfloat16"]:
@@ -44,7 +48,7 @@ def _dtype_of(model_dir: Path) -> Literal["float32", "bfloat16"]:
 def main(arguments: list[str]) -> int:
     job_dir, epoch, step, target = arguments
     try:
-        _write(JobDir(Path(job_dir)), Position(int(epoch), int(step)), Path(target))
+        _write(JobDir(Path(job_dir).absolute()), Position(int(epoch), int(step)), Path(target))
     except (OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -35,6 +35,23 @@ def die_with_parent() -> Callable[[], None] | None:
     return ask_for_the_signal
 
 
+def die_before_others() -> Callable[[], None] | None:
+    """``die_with_parent`` for work that can be repeated, beside work that cannot: where memory runs out, the kernel
+    ends it before any other process of the container, or of the machine."""
+    ask_for_the_signal = die_with_parent()
+    if ask_for_the_signal is None:
+        return None
+
+    def offer_itself() -> None:
+        ask_for_the_signal()
+        with contextlib.suppress(OSError):  # everyone may raise its own
+            descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+            os.write(descriptor, b"1000")
+            os.close(descriptor)
+
+    return offer_itself
+
+
 def die_with_launcher() -> None:
     """The same for a process whose parent is not ours to change: torchrun does not ask it of the ranks that it starts.
     Call this first of all: what its parent leaves behind before that stays."""
