@@ -1,7 +1,12 @@
-"""Which process writes an export, and why the last try failed: files beside it that every API process can read.
+"""Which process writes an export, who is asked to write it, and why the last try failed: files beside it that every
+process of an installation can read.
 
 Rule: a claim is a file that its holder touches every ``BEAT_S``; one that was not touched for ``STALE_S`` is free. Two
 processes that take the same stale claim in one instant may both hold it: the directory that they write appears once.
+
+A request is left for a trainer by who cannot write the export itself. Whoever does it touches the request, and removes
+it before the claim and after what came of it, so that a request outlives whoever dies over it. One that was not touched
+for ``PATIENCE_S`` waits in vain: it is answered no more, and counts as a failure until it is asked again.
 """
 
 from __future__ import annotations
@@ -10,11 +15,17 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from gspo_core.position import Position
+from services.files.job_dir import JobDir, JobsDir, parse_step_name
 
 BEAT_S = 5.0
 STALE_S = 30.0
+# A trainer's machine may have to start first.
+PATIENCE_S = 600.0
+_REQUESTED = ".requested-"
 MOST_CHARS = 4000
 
 
@@ -42,8 +53,8 @@ class ExportClaim:
         except OSError:
             return None
 
-    def take(self) -> bool:
-        """Whether it is this one's now. Raises OSError."""
+    def take(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Whether it is this one's now. ``is_wanted`` is asked once no other can take it. Raises OSError."""
         if self.is_held:
             return False
         self._held.parent.mkdir(exist_ok=True)  # not the job's: it may have been removed
@@ -54,6 +65,9 @@ class ExportClaim:
         except FileExistsError:  # another process was faster
             return False
         self.beat()
+        if not is_wanted():
+            self.leave()
+            return False
         self._failed.unlink(missing_ok=True)
         return True
 
@@ -65,12 +79,99 @@ class ExportClaim:
     def leave(self, failure: str | None = None) -> None:
         """Give up the claim; ``failure``: why nothing was written. Raises OSError."""
         if failure is not None:
-            self._failed.parent.mkdir(exist_ok=True)
-            self._failed.write_text(failure[:MOST_CHARS])
+            self.tell(failure)
         with contextlib.suppress(FileNotFoundError):
             if self._held.read_text() == self._token:
                 self._held.unlink()
 
+    def tell(self, failure: str) -> None:
+        """Say why nothing was written, before the claim is given up. Raises OSError."""
+        self._failed.parent.mkdir(exist_ok=True)
+        self._failed.write_text(failure[:MOST_CHARS])
+
     def forget(self) -> None:
         """Nothing is known of any try."""
         self._failed.unlink(missing_ok=True)
+
+
+class ExportRequest:
+    """The one for an export. Its text is why the last trainer that looked cannot do it."""
+
+    def __init__(self, export: Path, clock: Callable[[], float] = time.time) -> None:
+        self._file = export.with_name(f"{_REQUESTED}{export.name}")
+        self._clock = clock
+
+    @property
+    def exists(self) -> bool:
+        return self._file.exists()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a trainer may still answer it."""
+        try:
+            return abs(self._clock() - self._file.stat().st_mtime) < PATIENCE_S
+        except OSError:
+            return False
+
+    @property
+    def waits_for(self) -> str:
+        """What has to come, while it is open."""
+        problem = self._problem()
+        return "it waits for a trainer" + (
+            f" that can do it; the last that looked cannot: {problem}" if problem else ""
+        )
+
+    @property
+    def given_up(self) -> str | None:
+        """Why it was in vain; None: it is open, or there is none."""
+        if not self.exists or self.is_open:
+            return None
+        problem = self._problem()
+        why = f"; the last that looked cannot: {problem}" if problem else ": see that one runs (gspo workers)"
+        return f"no trainer has exported it for {PATIENCE_S / 60:.0f} minutes{why}"
+
+    def ask(self) -> None:
+        """Anew, where it was asked before. Raises OSError."""
+        self._file.parent.mkdir(exist_ok=True)  # not the job's: it may have been removed
+        self._file.write_text("")
+        self.renew()
+
+    def renew(self) -> None:
+        """Whoever calls this is at it, or at another one first."""
+        now = self._clock()
+        with contextlib.suppress(OSError):  # it is given up too soon at worst
+            os.utime(self._file, (now, now))
+
+    def decline(self, problem: str) -> None:
+        """Say why the caller cannot do it, for those who wait: another one may. It waits no longer for that."""
+        with contextlib.suppress(OSError):
+            asked_at = self._file.stat().st_mtime
+            if self._problem() == problem[:MOST_CHARS]:
+                return
+            with self._file.open("r+") as file:  # never makes one that was withdrawn meanwhile
+                file.write(problem[:MOST_CHARS])
+                file.truncate()
+            os.utime(self._file, (asked_at, asked_at))
+
+    def withdraw(self) -> None:
+        """Raises OSError."""
+        self._file.unlink(missing_ok=True)
+
+    def _problem(self) -> str:
+        try:
+            return self._file.read_text()
+        except OSError:
+            return ""
+
+
+def requested_in(jobs: JobsDir) -> Iterator[tuple[JobDir, Position]]:
+    """The exports of accepted jobs that were asked of a trainer. One folder is listed for each job that has exports."""
+    for job in jobs.unopened():
+        try:
+            names = os.listdir(job.exports)
+        except OSError:  # most jobs have none
+            continue
+        found = (parse_step_name(name.removeprefix(_REQUESTED)) for name in names if name.startswith(_REQUESTED))
+        asked = [at for at in found if at is not None]
+        if asked and job.accepted.is_file():
+            yield from ((job, at) for at in sorted(asked))

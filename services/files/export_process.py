@@ -2,7 +2,7 @@
 
 Started by ``services.files.export``, whose callers have no torch, with an empty ``TARGET`` that it makes whole or
 removes. Rule: nothing is written outside of ``TARGET``, nor where a job was that is removed meanwhile; and of the
-checkpoint the weights alone come into memory, which the moments of training would fill three times over.
+checkpoint the weights alone come into memory, without the moments of training, which are twice as large.
 """
 
 from __future__ import annotations

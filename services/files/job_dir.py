@@ -108,8 +108,12 @@ class JobDir:
     def checkpoints(self) -> Path:
         return self.path / layout.CHECKPOINTS
 
+    @property
+    def exports(self) -> Path:
+        return self.path / layout.EXPORTS
+
     def export(self, at: Position) -> Path:
-        return self.path / layout.EXPORTS / step_name(at)
+        return self.exports / step_name(at)
 
     @property
     def replays(self) -> Path:
@@ -193,8 +197,11 @@ class JobsDir:
 
     def accepted(self) -> dict[str, JobDir]:
         """Every job that was accepted, by id."""
-        jobs = (self.job(name) for name in sorted(_names(self.path)) if not name.startswith(_REMOVED))
-        return {job.id: job for job in jobs if job.accepted.is_file()}
+        return {job.id: job for job in self.unopened() if job.accepted.is_file()}
+
+    def unopened(self) -> list[JobDir]:
+        """Every job by its name alone, in order; folders that are no job's may be among them."""
+        return [self.job(name) for name in sorted(_names(self.path)) if not name.startswith(_REMOVED)]
 
     def is_empty(self) -> bool:
         return not _names(self.path)

@@ -73,6 +73,9 @@ async def serve(
         engines = seldom_asked(info_calls(map(engine_at, settings.engine_urls), ANSWER_S), heard)
         beats = EngineBeats(store.fleet, engines, lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
+        from services.trainer.exporting import ExportErrands  # late: nothing waits for it at the start
+
+        exporting = asyncio.create_task(ExportErrands(DataDir(settings.data_dir).jobs).run(), name="exports")
         leaving = asyncio.Event()
         asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")
         worker = TrainerWorker(
@@ -90,4 +93,4 @@ async def serve(
                 health.is_ready = True
                 await first_to_end(worker.run(stop, leaving), installation.run())
         finally:
-            await cancel_all([beating, asking], again_after_s=0.1)
+            await cancel_all([beating, asking, exporting], again_after_s=0.1)

@@ -25,16 +25,17 @@ Number = Annotated[int, Path(ge=0, le=2**53)]
 async def get_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
     """One checkpoint with its files and the state of its export."""
     await context.store.jobs.get(job)
-    return await asyncio.to_thread(_detail, context, job, epoch, step)
+    return await _shown(context, job, epoch, step)
 
 
 @router.post("/export", status_code=202)
 async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
-    """Write its weights as a plain model directory below the job's. The checkpoint says when it is ready."""
+    """Write its weights as a plain model directory below the job's. The checkpoint says when it is ready. Where the API
+    has no torch, a trainer that sees the job's model writes it, beside a job that it may be training."""
     await context.store.jobs.get(job)
     await asyncio.to_thread(_detail, context, job, epoch, step)
-    context.exports.begin(context.history.job_dir(job), Position(epoch, step))
-    return await asyncio.to_thread(_detail, context, job, epoch, step)
+    await context.exports.begin(context.history.job_dir(job), Position(epoch, step))
+    return await _shown(context, job, epoch, step)
 
 
 @router.delete("", status_code=204, responses=documented(409))
@@ -69,6 +70,18 @@ def _resumed_from(job_dir: JobDir, job: JobRecord) -> str | None:
     if job.went_back is not None:  # the process that asked for it may have died, and no trainer has looked since
         CheckpointStore(job_dir).go_back(*job.went_back)
     return next((one.id for one in places_of(job_dir) if one.is_of_history), None)
+
+
+async def _shown(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDetail:
+    """And where its export waits for a trainer, whether there is one."""
+    detail = await asyncio.to_thread(_detail, context, job, epoch, step)
+    export = detail.export
+    if export.status != "exporting" or export.message is None:
+        return detail
+    if any(one.role == "trainer" and one.is_alive for one in await context.presence.members()):
+        return detail
+    message = f"{export.message}; none is running at the moment"
+    return detail.model_copy(update={"export": export.model_copy(update={"message": message})})
 
 
 def _detail(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDetail:

@@ -38,7 +38,7 @@ class ExportView(View):
     path: str | None
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
-    """Why it failed."""
+    """Why it failed, or what it waits for."""
 
 
 class CheckpointDetail(CheckpointView):

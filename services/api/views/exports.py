@@ -3,7 +3,7 @@ directory.
 
 Rule: a checkpoint is exported once, however many requests ask whichever process, and a process runs one export at a
 time, in a process of its own; a directory that exists is whole. An export that ends with its process starts anew at
-the next request.
+the next request. A process without torch leaves all of them to trainers, and says what they wait for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from gspo_core.position import Position
 from services.api.views.checkpoint_views import ExportView
 from services.files.durable import remove_directory
-from services.files.export_claim import BEAT_S, ExportClaim
+from services.files.export_claim import BEAT_S, ExportClaim, ExportRequest
 from services.files.job_dir import JobDir
 
 # Each loads a model.
@@ -38,18 +38,24 @@ class Exports:
         claim = ExportClaim(path)
         if path in self._running or claim.is_held:
             return ExportView(status="exporting", path=None, message=None)
-        failure = claim.failure or self._unwritten.get(path)
+        request = ExportRequest(path)
+        if request.is_open:
+            return ExportView(status="exporting", path=None, message=request.waits_for)
+        failure = claim.failure or self._unwritten.get(path) or request.given_up
         return ExportView(status="none" if failure is None else "failed", path=None, message=failure)
 
-    def begin(self, job_dir: JobDir, at: Position) -> None:
+    async def begin(self, job_dir: JobDir, at: Position) -> None:
         path = job_dir.export(at)
-        if not path.is_dir() and path not in self._running:
-            self._unwritten.pop(path, None)
+        if path in self._running or await asyncio.to_thread(path.is_dir):
+            return
+        self._unwritten.pop(path, None)
+        if not await asyncio.to_thread(self._is_left_to_trainers, path) and path not in self._running:
             self._running[path] = asyncio.create_task(self._export(job_dir, at), name=f"export {path}")
 
     def remove(self, job_dir: JobDir, at: Position) -> None:
         """Blocking: call it in a thread."""
         path = job_dir.export(at)
+        ExportRequest(path).withdraw()  # first: it ends that of a trainer
         remove_directory(path)
         ExportClaim(path).forget()
 
@@ -57,6 +63,21 @@ class Exports:
         """Abandon the running exports; their processes end with this one."""
         for task in self._running.values():
             task.cancel()
+
+    def _is_left_to_trainers(self, path: Path) -> bool:
+        """Whether nobody can write it here; then it is asked of them."""
+        from services.files.export import can_export  # few processes of the API are ever asked
+
+        if can_export():
+            return False
+        claim = ExportClaim(path)
+        try:
+            ExportRequest(path).ask()
+            if not claim.is_held:
+                claim.forget()
+        except OSError as error:
+            self._unwritten[path] = str(error)
+        return True
 
     async def _export(self, job_dir: JobDir, at: Position) -> None:
         from services.files.export import ExportFailed, export_checkpoint  # few processes of the API ever export
