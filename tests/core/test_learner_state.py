@@ -16,6 +16,7 @@ import torch
 from gspo_core.learner.state import (
     MANIFEST,
     InvalidState,
+    is_parameter,
     read_state,
     restore_tensors,
     training_tensors,
@@ -216,6 +217,25 @@ def test_a_state_of_other_shapes_is_refused(model_dir: Path, tmp_path: Path) -> 
     make_learner(model_dir, lora=LoraConfig(rank=2)).save_state(tmp_path / "state")
     with pytest.raises(InvalidState, match="does not fit"):
         make_learner(model_dir, lora=LoraConfig(rank=3)).load_state(tmp_path / "state")
+
+
+def test_weights_are_loaded_without_the_moments(model_dir: Path, tmp_path: Path) -> None:
+    """Even where these are kept in a form that the learner cannot hold."""
+    first, second = (
+        make_learner(model_dir, optimizer=OptimizerConfig(lr=1e-2, moments=kept)) for kept in ("8bit", "float32")
+    )
+    sequences = make_sequences(4)
+    with_behavior(first, sequences)
+    first.step(sequences)
+    first.save_state(tmp_path / "state")
+    with pytest.raises(InvalidState, match="moments"):
+        second.load_state(tmp_path / "state")
+    second.load_weights(tmp_path / "state")
+    assert largest_difference(weights(first), weights(second)) == 0
+    assert {name.split("/")[0] for name in read_state(tmp_path / "state", 0, 1, is_parameter)[1]} == {"parameter"}
+    flip_a_byte(tmp_path / "state")
+    with pytest.raises(InvalidState, match="not what its manifest says"):
+        second.load_weights(tmp_path / "state")
 
 
 def test_additions_of_another_scale_are_refused(model_dir: Path, tmp_path: Path) -> None:
