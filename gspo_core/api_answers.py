@@ -428,7 +428,7 @@ class CheckpointExport(TypedDict):
     path: str | None
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
-    """Why it failed."""
+    """Why it failed, or what it waits for."""
 
 
 class CheckpointDetail(Checkpoint):

@@ -85,10 +85,14 @@ def export(url: str, job_id: str, step: int | None) -> int:
 
 
 def _exported(client: Client, checkpoint: str) -> str:
-    """Its path, below the service's data directory."""
+    """Its path, below the service's data directory. What it waits for is told as it changes."""
+    told = None
     while (said := client.checkpoint(checkpoint)["export"])["status"] == "exporting":
+        if said["message"] not in (None, told):
+            told = said["message"]
+            print(f"{told} ...", file=sys.stderr, flush=True)
         time.sleep(POLL_S)
     if said["status"] != "ready":
-        why = said["message"] or "the API was started again meanwhile; ask for it again"
+        why = said["message"] or "whoever was at it ended before it could say why; ask for it again"
         raise CommandError(f"the export failed: {why}")
     return str(said["path"])

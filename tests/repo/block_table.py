@@ -179,8 +179,8 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/operations.md", "--from=cronjob/restore", Typed(("kubectl",))),
     (
         "docs/operations.md",
-        "export_here JOB@60",
-        Judged("tests/services/files/test_export.py types it where a job was trained; a pod was tried by hand"),
+        "gspo export JOB@60",
+        Judged("tests/services/trainer/test_trainer_exports.py has a trainer export so; the rest copies and plays a model"),
     ),
     ("docs/operations.md", "> data.tar.gz", Typed(("docker",))),
     ("docs/operations.md", "< data.tar.gz", Typed(("docker",))),
