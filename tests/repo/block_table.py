@@ -180,7 +180,7 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     (
         "docs/operations.md",
         "gspo export JOB@60",
-        Judged("tests/services/trainer/test_trainer_exports.py has a trainer export so; the rest copies and plays a model"),
+        Judged("tests/services/trainer/test_trainer_exports.py has a trainer export; the rest copies and plays"),
     ),
     ("docs/operations.md", "> data.tar.gz", Typed(("docker",))),
     ("docs/operations.md", "< data.tar.gz", Typed(("docker",))),
