@@ -22,12 +22,14 @@ from services.files.job_records import JobRecords
 
 # Where an export holds the low-rank additions alone, for engines that serve them over the base model.
 ADAPTER = "adapter"
+# How several ranks train says nothing of the weights; one process could neither be divided so, nor compile.
+ALONE = {"context_parallel": 1, "replicas": 1, "compile_layers": False}
 
 
 def _write(job: JobDir, at: Position, target: Path) -> None:
     spec = JobRecords(job).accepted().job_spec
     model_dir = Path(spec.model).absolute()
-    options = dict(spec.learner) | {"dtype": _dtype_of(model_dir)}
+    options = dict(spec.learner) | ALONE | {"dtype": _dtype_of(model_dir)}
     config = LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps, **options)
     objective = spec.training_objective.model_copy(update={"kl_coef": 0.0})  # no reference model is needed
     learner = Learner(model_dir, config, objective, seed=spec.seed, device="cpu")  # GPUs train, or sample

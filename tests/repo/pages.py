@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
     redirected = False
     for token in [*lexer, ";"]:
         if set(token) <= set("();&|"):
-            if words := [word for word in words if word not in ("do", "then", "export")]:
+            if words := list(dropwhile(lambda word: word in ("do", "then", "export"), words)):
                 yield words
             words = []
         elif set(token) <= set("<>"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import threading
@@ -261,7 +262,7 @@ async def export_of(http: httpx.AsyncClient, where: str, **until: str) -> dict[s
 async def test_an_api_without_torch_has_a_trainer_export(
     store: Store, jobs: JobsDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the real process: bit for bit what the trainer itself would have written."""
+    """By the real process: bit for bit what the trainer itself would have written, also where ranks share the job."""
     monkeypatch.setattr("services.files.export.find_spec", lambda name: None)
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").write_text("{}")
@@ -269,7 +270,8 @@ async def test_an_api_without_torch_has_a_trainer_export(
         created = await http.post("/v1/jobs", json=SPEC | {"model": str(model), "resources": {"device": "cpu"}})
         job = jobs.job(str(created.json()["id"]))
         spec = JobSpec.model_validate_json((await store.jobs.get(job.id)).spec)
-        JobRecords(job).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
+        of_ranks = spec.model_dump(mode="json") | {"learner": {"context_parallel": 2, "replicas": 2}}
+        JobRecords(job).accept(AcceptedJob(json.dumps(of_ranks), "", "now"))
         learner, sequences = make_learner(spec), make_sequences(6)
         with_behavior(learner, sequences)
         learner.step(sequences)
