@@ -2,8 +2,9 @@
 
 The policies are tried from inside the pods, without them and with them; a job that is submitted over the Service learns
 while a worker's, the trainer's and Redis' pod are deleted; every workload is rolled under a second one; a third goes on
-from a backup that its schedule began when its claims are gone; an engine more is used as soon as it answers. What a run
-of all parts said becomes the last section of `benchmarks/results/k8s.md`.
+from a backup that its schedule began when its claims are gone; an engine more is used as soon as it answers. The API
+has no torch, so the trainer exports what is asked of it: under a job, and when none trains. What a run of all
+parts said becomes the last section of `benchmarks/results/k8s.md`.
 """
 
 from __future__ import annotations
@@ -184,6 +185,34 @@ def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) 
     say(f"held-out success {before:.0%} before, {after:.0%} after {steps} steps; {result['num_groups']} groups")
     if 100 * (after - before) < gain_points:
         raise CheckFailed(f"it rose by {100 * (after - before):.0f} points; {gain_points:.0f} were expected")
+    evaluate(export(client, run))
+
+
+def export(client: Client, run: Run) -> str:
+    """Where the newest checkpoint lies as a model, in the trainer's pod: asked of the API, as `gspo export` does."""
+    wait("a checkpoint", lambda: next(client.checkpoints(run.id), None) is not None, 300)
+    checkpoint, started = next(client.checkpoints(run.id))["id"], time.monotonic()
+    client.export_checkpoint(checkpoint)
+    wait("the export", lambda: client.checkpoint(checkpoint)["export"]["status"] != "exporting", 300)
+    found = client.checkpoint(checkpoint)["export"]
+    if found["status"] != "ready":
+        raise CheckFailed(f"the export of {checkpoint} is {found['status']}: {found['message']}")
+    lies_in = f"/data/{found['path']}"
+    names = kubectl("exec", "trainer-0", "--", "ls", lies_in).split()
+    if missing := {"config.json", "model.safetensors", "tokenizer.json"} - set(names):
+        raise CheckFailed(f"{lies_in} holds {names}, without {sorted(missing)}")
+    say(f"the trainer exported {lies_in} {time.monotonic() - started:.0f} s after the API was asked for it")
+    return lies_in
+
+
+def evaluate(lies_in: str) -> None:
+    """In the trainer's pod, as the page has it typed."""
+    world = ("--env", "environments.calculator:Calculator", "--n", "20", "--out", "/tmp/evaluated")
+    said = kubectl("exec", "trainer-0", "--", "gspo", "eval", lies_in, *world).splitlines()
+    scored = [" ".join(line.split()) for line in said if line.split()[:1] == ["success"]]
+    if len(scored) != 1:
+        raise CheckFailed(f"gspo eval there: {said}")
+    say(f"gspo eval of it there, on 20 tasks: {scored[0]}")
 
 
 def cancel(client: Client, run: Run) -> None:
@@ -265,6 +294,7 @@ def add_an_engine(client: Client, seed: int) -> None:
     run.reaches(run.step() + 2, 1200)
     if before != {name: {one["metadata"]["uid"] for one in pods(name)} for name in before}:
         raise CheckFailed("something else was rolled")
+    export(client, run)
     if run.step() == LONG:
         raise CheckFailed("the job was over: give it more steps")
     cancel(client, run)
