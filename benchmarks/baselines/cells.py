@@ -9,21 +9,23 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.demo.demo import LONG, SHORT
+from examples.demo.demo import LONG, SHORT, Scenario
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 
 Attribution = Literal["recorded", "oldest", "newest"]
-Model = Literal["dense", "mixture", "rare", "search"]
+Model = Literal["dense", "mixture", "rare", "search", "cashbook"]
 """`rare`: as `dense`, with habits so bad that it hardly ever succeeds. `search`: the long demo's, for its
-task."""
+task. `cashbook`: one for the world of that name, with long episodes."""
 Schedule = Literal["halving", "sustained"]
 """How an episode ages: from the whole age to half of it, or by one step only."""
 
 CALCULATOR, SEARCH = "benchmarks.baselines.world:Calculator", "benchmarks.baselines.world:SearchQA"
+CASHBOOK = "benchmarks.baselines.cashbook:Cashbook"
 SEEDS = (0, 1, 2)
 STALENESS = (0, 4, 16)
 SUBJECT_STALENESS = 16
@@ -61,12 +63,24 @@ class Sizes:
 SIZES = Sizes()
 STEP_S, EVALUATED_S = 0.55, 0.006
 """Seconds of a free core for a step, and for an episode of an evaluation, as 36 runs took them."""
-SEARCH_COST = 3.1
-"""So many times that for the long demo's task, as five runs took it."""
-HELD_OUT: Mapping[Model, int] = {"dense": 200, "mixture": 200, "rare": 200, "search": 100}
+COST: Mapping[Model, float] = {"search": 3.1, "cashbook": 12.0}
+"""So many times that for the long demo's task, as five runs took it, and for the cashbook."""
+LONG_EPISODES: Mapping[str, Mapping[str, Any]] = {
+    "limits": {"max_turns": 13, "max_context_tokens": 704},
+    "sampling": {"temperature": 0.6},
+}
+"""Cooler, since hundreds of sampled tokens have to be right."""
+WORLDS: Mapping[Model, tuple[Scenario, str, Mapping[str, Mapping[str, Any]]]] = {
+    "search": (LONG, SEARCH, {}),
+    "cashbook": (SHORT, CASHBOOK, LONG_EPISODES),
+}
+"""Whose job file, which environment, and what else differs; of models that play another one than the short demo's."""
+HELD_OUT: Mapping[Model, int] = {"dense": 200, "mixture": 200, "rare": 200, "search": 100, "cashbook": 100}
 """All held-out tasks of the world that each model plays."""
 JUDGED_EPISODES = 1000
 """So many in an evaluation that judges a run: each held-out task is played equally often."""
+FEWER_JUDGED: Mapping[Model, int] = {"cashbook": 400}
+"""Where an episode costs twelve times as much."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class SustainedRun:
     """How long data of one age are trained, and with what."""
 
     age: int
-    times: int
+    times: int | Fraction
     """So many times the steps of the grid."""
     eval_every: int
     judged_at: tuple[int, ...]
@@ -86,6 +100,10 @@ class SustainedRun:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """What differs from that of the other runs."""
     model: Model = "dense"
+    fresh: tuple[str, ...] = ()
+    """Kinds of cells beside the default on fresh data."""
+    groups_per_step: int | None = None
+    """Where they are not those of the grid."""
 
     def cell(self, kind: str, staleness: int) -> str:
         """Its name."""
@@ -100,9 +118,22 @@ SUSTAINED_RUNS = (
     SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "faded", "signal", "both"), "_fast", {"lr": 2 * OPTIMIZER["lr"]}),
     SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "signal"), "_rare", model="rare"),
     SustainedRun(16, 4, 12, (84, 90, 96), ("grpo", "signal", SUCCESSES), "_search", {"lr": 1.5e-4}, model="search"),
+    SustainedRun(
+        16,
+        Fraction(10, 3),
+        16,
+        (72, 76, 80),
+        ("grpo", "signal", SUCCESSES),
+        "_cashbook",
+        {"lr": 5e-5},
+        "cashbook",
+        (SUCCESSES,),
+        4,
+    ),
 )
 """At twice the rate runs fall often enough to tell what keeps them from it; from the rare model nearly all groups fail
-as a whole at first; the last one is another task, at its demo's rate."""
+as a whole at first; the search is another task, at its demo's rate; the cashbook is a long one, which successes alone
+do not teach."""
 _MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
@@ -126,8 +157,10 @@ class Cell:
     learner: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """What differs from that of the others."""
-    times: int = 1
+    times: int | Fraction = 1
     """So many times the steps of the others."""
+    groups_per_step: int | None = None
+    """Where they are not those of the sizes."""
     schedule: Schedule = "halving"
     eval_tasks: int | None = None
     """Where they are not those of the sizes."""
@@ -146,20 +179,25 @@ class Cell:
     @property
     def judged_times(self) -> int:
         """How often each held-out task is played where a run is judged."""
-        return JUDGED_EPISODES // HELD_OUT[self.model]
+        return FEWER_JUDGED.get(self.model, JUDGED_EPISODES) // HELD_OUT[self.model]
+
+    def num_steps(self, sizes: Sizes) -> int:
+        return int(self.times * sizes.steps)
 
     def cost_s(self, sizes: Sizes) -> float:
         """About how long a run takes a free core."""
-        steps, every = self.times * sizes.steps, self.eval_every or sizes.eval_every
+        steps, every = self.num_steps(sizes), self.eval_every or sizes.eval_every
         judged = len(self.judged_at) * self.judged_times
         evaluated = steps // every + 1 - sum(step % every == 0 for step in self.judged_at) + judged
-        seconds = steps * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
-        return seconds * (SEARCH_COST if self.model == "search" else 1)
+        share = (self.groups_per_step or sizes.groups_per_step) / SIZES.groups_per_step
+        seconds = steps * share * STEP_S + evaluated * (self.eval_tasks or sizes.eval_tasks) * EVALUATED_S
+        return seconds * COST.get(self.model, 1.0)
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""
-        demo, environment = (LONG, SEARCH) if self.model == "search" else (SHORT, CALCULATOR)
+        demo, environment, others = WORLDS.get(self.model, (SHORT, CALCULATOR, {}))
         base = load_job_spec(demo.job_file).model_dump(mode="json", exclude_unset=True)
+        base |= {part: base.get(part, {}) | dict(changed) for part, changed in others.items()}
         changes = {
             "model": str(model_dir),
             "seed": seed,
@@ -168,8 +206,8 @@ class Cell:
             "learner": dict(self.learner),
             "optimizer": {**OPTIMIZER, **self.optimizer},
             "rollout": {"group_size": sizes.group_size, "max_staleness": self.staleness},
-            "groups_per_step": sizes.groups_per_step,
-            "steps": self.times * sizes.steps,
+            "groups_per_step": self.groups_per_step or sizes.groups_per_step,
+            "steps": self.num_steps(sizes),
             "evaluation": {
                 "tasks": self.eval_tasks or sizes.eval_tasks,
                 "every": self.eval_every or sizes.eval_every,
@@ -342,12 +380,18 @@ def _sustained(run: SustainedRun) -> list[Cell]:
             only_successes=kind == SUCCESSES,
             optimizer={**kinds[kind][2], **run.optimizer},
             times=run.times,
+            groups_per_step=run.groups_per_step,
             schedule="sustained",
             eval_tasks=HELD_OUT[run.model],
             eval_every=run.eval_every,
             judged_at=run.judged_at,
         )
-        for kind, staleness in [("gspo", run.age), ("gspo", 0), *((kind, run.age) for kind in run.others)]
+        for kind, staleness in [
+            ("gspo", run.age),
+            ("gspo", 0),
+            *((kind, run.age) for kind in run.others),
+            *((kind, 0) for kind in run.fresh),
+        ]
     ]
 
 

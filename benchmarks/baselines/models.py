@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.baselines import cashbook_demonstrations
 from benchmarks.baselines.cells import Model
 from examples.demo import search_demonstrations
 from examples.demo.course import Course
@@ -40,6 +41,7 @@ COURSES: Mapping[str, Course] = {
     "dense": COURSE,
     "rare": dataclasses.replace(COURSE, mistakes=RARELY_RIGHT),
     "search": search_demonstrations.COURSE,
+    "cashbook": cashbook_demonstrations.COURSE,
 }
 
 

@@ -150,13 +150,11 @@ class _Seat:
         prefer_engine: str = "",
         sampling_seed: int | None = None,
     ) -> Sampled:
-        if temperature != 1.0:
-            raise ValueError(f"this sampler knows temperature 1 only, not {temperature}")
         rest = self._switch - self._num_drawn
         version, most = (
             (self._ages.first, min(max_new_tokens, rest)) if rest > 0 else (self._ages.second, max_new_tokens)
         )
-        request = Request(list(input_ids), most, self._seed, self._num_drawn)
+        request = Request(list(input_ids), most, self._seed, self._num_drawn, temperature)
         answer = await self._round.ask(self._key, version, request, stop_token_ids)
         self._num_drawn += len(answer.ids)
         return answer

@@ -7,7 +7,8 @@ requests anew under new weights (``weight_sync: retract``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ class Request:
     seed: int
     num_drawn: int
     """Tokens that the episode has sampled before."""
+    temperature: float = 1.0
 
 
 @dataclass
@@ -50,14 +52,24 @@ class Sampler(Protocol):
     def generate(self, version: int, requests: Sequence[Request], stop_ids: Collection[int]) -> list[Answer]: ...
 
     def score(self, version: int, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-prob of each token but the first."""
+        """The log-prob of each token but the first, at temperature 1."""
         ...
 
 
-class DenseSampler:
-    """The embedded engine's decoder."""
+@dataclass(frozen=True)
+class _Kept:
+    """What an episode had computed when it last sampled."""
 
-    def __init__(self, model_dir: Path, context_length: int) -> None:
+    version: int
+    ids: Sequence[int]
+    prefix: KVPrefix
+
+
+class DenseSampler:
+    """The embedded engine's decoder. ``num_kept``: of so many episodes a next turn under the same weights computes only
+    what is new."""
+
+    def __init__(self, model_dir: Path, context_length: int, num_kept: int = 0) -> None:
         self._decoder = Decoder(
             model_dir, device=torch.device("cpu"), dtype=torch.float32, context_length=context_length
         )
@@ -65,6 +77,8 @@ class DenseSampler:
         self._versions: dict[int, dict[str, Tensor]] = {}
         self._loaded = -1
         self._cache = self._decoder.new_cache()
+        self._num_kept = num_kept
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
 
     def add(self, version: int, directory: Path) -> None:
         self._versions[version] = read_checkpoint(directory, self._shapes, self._decoder.tied)
@@ -80,7 +94,7 @@ class DenseSampler:
         self._cache.reserve(len(requests), longest)
         rows = list(range(len(requests)))
         """The request of each row of the cache."""
-        logits_B = self._prefill([list(one.ids) for one in requests])
+        logits_B = self._prefill(requests)
         while True:
             draw(logits_B, [requests[row] for row in rows], [answers[row] for row in rows])
             rows = self._without_finished(rows, requests, answers, stop_ids)
@@ -93,7 +107,7 @@ class DenseSampler:
         self._load(version)
         self._cache.reserve(len(sequences), max(map(len, sequences)))
         found = []
-        start = max(0, self._share_prefix([list(ids) for ids in sequences]) - 1)
+        start = max(0, self._share_prefix(dict(enumerate(map(list, sequences)))) - 1)
         head = self._decoder.score(sequences[0][: start + 1])
         for row, ids in enumerate(sequences):
             fresh = torch.tensor(ids[start:])
@@ -107,25 +121,50 @@ class DenseSampler:
             self._decoder.load(self._versions[version])
             self._loaded = version
 
-    def _prefill(self, contexts: Sequence[list[int]]) -> Tensor:
+    def _prefill(self, requests: Sequence[Request]) -> Tensor:
         """Logits after the last token of each, which then lies in the row of the same number."""
-        start = self._share_prefix(contexts)
-        ids = [token for context in contexts for token in context[start:]]
-        positions = [place for context in contexts for place in range(start, len(context))]
-        prefills = [Prefill(row, start, len(context)) for row, context in enumerate(contexts)]
+        contexts = [list(one.ids) for one in requests]
+        starts = [self._recall(row, one) for row, one in enumerate(requests)]
+        fresh = {row: context for row, context in enumerate(contexts) if not starts[row]}
+        shared = self._share_prefix(fresh) if fresh else 0
+        spans = [
+            (row, start or shared, len(context))
+            for row, (start, context) in enumerate(zip(starts, contexts, strict=True))
+        ]
+        ids = [token for row, start, end in spans for token in contexts[row][start:end]]
+        positions = [place for _, start, end in spans for place in range(start, end)]
+        prefills = [Prefill(*span) for span in spans]
         return self._decoder.forward(Batch(torch.tensor(ids), torch.tensor(positions), 0, 0, prefills), self._cache)
 
-    def _share_prefix(self, contexts: Sequence[list[int]]) -> int:
-        """Computes once what all begin with, into every row; its length."""
-        first, last = min(contexts), max(contexts)
-        length = min(map(len, contexts)) - 1
+    def _recall(self, row: int, request: Request) -> int:
+        """Puts what its episode has computed under these weights into its row; of so many tokens."""
+        kept = self._kept.pop(request.seed, None)
+        if kept is None or kept.version != self._loaded or list(request.ids[: len(kept.ids)]) != kept.ids:
+            return 0
+        self._cache.load(row, kept.prefix, len(kept.ids))
+        return len(kept.ids)
+
+    def _keep(self, row: int, request: Request, answer: Answer) -> None:
+        """All but the token that was drawn last, which no forward has seen."""
+        if not self._num_kept:
+            return
+        ids = [*request.ids, *answer.ids[:-1]]
+        self._kept[request.seed] = _Kept(self._loaded, ids, self._cache.save(row, len(ids)))
+        if len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+
+    def _share_prefix(self, contexts: Mapping[int, list[int]]) -> int:
+        """Computes once what all begin with, into the row of each; its length."""
+        first, last = min(contexts.values()), max(contexts.values())
+        length = min(map(len, contexts.values())) - 1
         shared = next((place for place in range(length) if first[place] != last[place]), length)
         if shared < 1:
             return 0
-        batch = Batch(torch.tensor(first[:shared]), torch.arange(shared), 0, 0, [Prefill(0, 0, shared)])
+        source, *others = contexts
+        batch = Batch(torch.tensor(first[:shared]), torch.arange(shared), 0, 0, [Prefill(source, 0, shared)])
         self._decoder.forward(batch, self._cache)
-        prefix: KVPrefix = self._cache.save(0, shared)
-        for row in range(1, len(contexts)):
+        prefix: KVPrefix = self._cache.save(source, shared)
+        for row in others:
             self._cache.load(row, prefix, shared)
         return shared
 
@@ -145,6 +184,7 @@ class DenseSampler:
             if not answers[going[place]].is_over(requests[going[place]], stop_ids):
                 place += 1
                 continue
+            self._keep(place, requests[going[place]], answers[going[place]])
             moved = going.pop()
             if place < len(going):
                 going[place] = moved
@@ -209,10 +249,11 @@ class MixtureSampler:
 
 
 def draw(logits_B: Tensor, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
-    """Adds one token to each answer, at temperature 1."""
+    """Adds one token to each answer."""
     seeds = np.array([one.seed for one in requests], dtype=np.uint64)
     places = np.array([r.num_drawn + len(a.ids) for r, a in zip(requests, answers, strict=True)], dtype=np.uint64)
-    ids_B, logprobs_B = sample(logits_B, torch.ones(len(requests)), torch.from_numpy(uniforms(seeds, places)))
+    temperatures_B = torch.tensor([one.temperature for one in requests])
+    ids_B, logprobs_B = sample(logits_B, temperatures_B, torch.from_numpy(uniforms(seeds, places)))
     for answer, token, logprob in zip(answers, ids_B.tolist(), logprobs_B.tolist(), strict=True):
         answer.ids.append(token)
         answer.logprobs.append(logprob)

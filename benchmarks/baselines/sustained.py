@@ -1,7 +1,7 @@
 """What an age costs that lasts: the cells of ``SUSTAINED``, seed by seed, with a picture.
 
 Rule: differences are of runs with the same seed only, and say how many seeds they rest on. A run's end is the mean of
-its last three evaluations of a thousand episodes each.
+its last three evaluations, whose many episodes the page names.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.baselines.cells import (
     HELD_OUT,
-    JUDGED_EPISODES,
     LATEST,
     SIZES,
     SUCCESSES,
     SUSTAINED,
     SUSTAINED_RUNS,
     UNSEEN,
+    Model,
     Sizes,
     SustainedRun,
 )
@@ -44,6 +44,19 @@ COMPARED = (
     (SUCCESSES, DEFAULT, "Successes alone less all"),
 )
 """Two kinds at the age; without a second it is the default on fresh data."""
+FRESH = (
+    (DEFAULT, GRPO, "GSPO less GRPO on fresh data"),
+    (SUCCESSES, DEFAULT, "Successes alone less all on fresh data"),
+)
+"""Two kinds on fresh data."""
+WORLDS: Mapping[Model, tuple[str, str]] = {
+    "search": ("`search_qa`, the long demo's task", ", on the long demo's task"),
+    "cashbook": (
+        "the cashbook (`benchmarks/baselines/cashbook.py`), where success is what an episode is worth",
+        ", in long episodes that successes alone do not teach",
+    ),
+}
+"""What is played, and how a title says so; the others play the calculator."""
 ALLOWED_COST = {16: 0.05, 64: 0.15}
 """Of the gain on fresh data, by age."""
 KEPT = (*JUDGED, "staleness/mean", "staleness/within_one", "reward/mean")
@@ -58,7 +71,8 @@ Written by `python -m benchmarks.baselines sustained`; [docs/staleness.md](../..
 steps ago and goes on under those of {younger} steps ago from a drawn token on. *Sustained* is an age if at least 90 %
 of the trained tokens are so many steps old, or one more or less, for at least four times as many steps. The seeds were
 drawn ({drawn}). Held-out success on {tasks} tasks every {every} steps; after steps
-{judged} each task is played {times} times, which is {episodes} episodes. {host}
+{judged} each task is played {times} times, which is {episodes} episodes. Trained episodes have {turns:.1f} turns and
+{tokens:.0f} sampled tokens, mean over all steps. {host}
 
 - *end*: mean of the last three evaluations, mean over seeds and (lowest to highest). *area*: mean success over all
   steps. *fall*: how many points a run was at worst below what it had reached before, in means of three
@@ -109,7 +123,9 @@ def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES, called: str
 
 def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: Sizes) -> str:
     """Nothing where nothing has run."""
-    found, names = [], {about.cell(kind, about.age) for kind in (DEFAULT, *about.others)} | {about.cell(DEFAULT, 0)}
+    found = []
+    names = {about.cell(kind, about.age) for kind in (DEFAULT, *about.others)}
+    names |= {about.cell(kind, 0) for kind in (DEFAULT, *about.fresh)}
     for one in SUSTAINED:
         if one.name not in names:
             continue
@@ -122,18 +138,20 @@ def _write(name: str, about: SustainedRun, store: Store, results: Path, sizes: S
     text = PAGE.format(
         name=name,
         steps=found[0].num_steps,
-        groups=sizes.groups_per_step,
+        groups=about.groups_per_step or sizes.groups_per_step,
         size=sizes.group_size,
         age=about.age,
         apart=_apart(about) + (", from another warm start" if name != f"sustained{about.suffix}" else ""),
         younger=about.age - 1,
         every=about.eval_every,
         tasks=HELD_OUT[about.model],
-        world="`search_qa`, the long demo's task" if about.model == "search" else "the calculator",
+        world=WORLDS[about.model][0] if about.model in WORLDS else "the calculator",
         judged=", ".join(map(str, about.judged_at)),
         drawn=_drawn(found),
         times=found[0].cell.judged_times,
-        episodes=f"{JUDGED_EPISODES:,}",
+        episodes=f"{found[0].cell.judged_times * HELD_OUT[about.model]:,}",
+        turns=_mean(found, "episodes/turns_mean"),
+        tokens=_mean(found, "episodes/actions_mean"),
         host=_host(found),
         table=_table(found),
         differences=differences,
@@ -163,8 +181,8 @@ def _drawn(found: Sequence[Row]) -> str:
 
 def _apart(about: SustainedRun) -> str:
     """What makes these runs other ones than those of the first page."""
-    if about.model == "search":
-        return ", on the long demo's task"
+    if about.model in WORLDS:
+        return WORLDS[about.model][1]
     if about.optimizer:
         return f", at a learning rate of {about.optimizer['lr']:g}"
     return ", where success is rare at first" if about.model == "rare" else ""
@@ -214,6 +232,13 @@ def _age(row: Row) -> str:
     return f"{statistics.fmean(known):.1f} in {min(map(len, steps))} steps"
 
 
+def _mean(found: Sequence[Row], metric: str) -> float:
+    """Over all steps of all runs."""
+    return statistics.fmean(
+        value for row in found for run in row.runs for value in run.result.steps[metric] if value is not None
+    )
+
+
 def _largest(row: Row, metric: str) -> float:
     return max(value for run in row.runs for value in run.result.steps[metric] if value is not None)
 
@@ -231,18 +256,18 @@ def _differences(about: SustainedRun, found: Sequence[Row]) -> tuple[str, str]:
     labels = {row.cell.name: row.cell.label for row in found}
     lines = ["| | seeds | end | area |", "| --- | --- | --- | --- |"]
     verdict = []
-    for kind, beside, said in COMPARED:
-        name = about.cell(kind, about.age)
-        other = about.cell(DEFAULT, 0) if beside is None else about.cell(beside, about.age)
+    for kind, beside, said, age in (*((*one, about.age) for one in COMPARED), *((*one, 0) for one in FRESH)):
+        name = about.cell(kind, age)
+        other = about.cell(DEFAULT, 0) if beside is None else about.cell(beside, age)
         seeds = sorted(rows.get(name, {}).keys() & rows.get(other, {}).keys())
         if len(seeds) < 2:
             continue
         pairs = [(rows[name][seed], rows[other][seed]) for seed in seeds]
         ends = [100 * (end(own) - end(beside)) for own, beside in pairs]
         areas = [100 * (area(own.result.evaluations) - area(beside.result.evaluations)) for own, beside in pairs]
-        lines.append(f"| {said.format(age=about.age)} | {len(seeds)} | {_interval(ends)} | {_interval(areas)} |")
+        lines.append(f"| {said.format(age=age)} | {len(seeds)} | {_interval(ends)} | {_interval(areas)} |")
         if beside is None:
-            verdict.append(f"{labels[name]}: {_cost(pairs, 100 * ALLOWED_COST[about.age])}")
+            verdict.append(f"{labels[name]}: {_cost(pairs, 100 * ALLOWED_COST[age])}")
     return "\n".join(lines), "\n".join(verdict)
 
 

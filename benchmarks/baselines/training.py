@@ -65,6 +65,9 @@ RECORDED = (
     "sampling/entropy",
 )
 """Of each step."""
+NUM_KEPT = 256
+"""Episodes whose computed tokens a sampler keeps from turn to turn, where they are long: more than play at once. Where
+they are short, runs stay what they were to the last bit."""
 
 
 @dataclasses.dataclass
@@ -93,7 +96,7 @@ class Training:
         self._sampler: Sampler = (
             MixtureSampler(self._codec.stop_ids[1])
             if cell.model == "mixture"
-            else DenseSampler(model, context_length(spec))
+            else DenseSampler(model, context_length(spec), NUM_KEPT if cell.model == "cashbook" else 0)
         )
         num_tasks = self._environment.num_tasks(Split.TRAIN)
         assert num_tasks is not None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.baselines import alarms, world
 from benchmarks.baselines.__main__ import cost, missing, run, wanted
-from benchmarks.baselines.cells import BOUNDED, CELLS, HELD_OUT, RUNNABLE, SEEDS, SIZES, SUSTAINED, Sizes, cell
+from benchmarks.baselines.cells import BOUNDED, CELLS, HELD_OUT, RUNNABLE, SEEDS, SIZES, SUSTAINED, WORLDS, Sizes, cell
 from benchmarks.baselines.falls import collapsed, paired
 from benchmarks.baselines.falls import write as write_falls
 from benchmarks.baselines.play import Ages, Task, context_length, play
@@ -50,7 +50,7 @@ def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
         "optimizer": {"lr", "max_grad_norm", "max_grad_growth", "max_step_k3", "ess_scaling", "signal_scaling", "betas"}
     }
     shared = [job.model_dump(exclude=named) for job in jobs.values()]
-    assert [job.steps for job in jobs.values()] == [one.times * SIZES.steps for one in RUNNABLE]
+    assert [job.steps for job in jobs.values()] == [one.num_steps(SIZES) for one in RUNNABLE]
     assert len({jobs[one.name].optimizer.model_dump_json() for one in CELLS}) == 1
     default = jobs["long_gspo_s16"]
     kinds = [(jobs[one.name].optimizer, jobs[one.name].objective) for one in BOUNDED]
@@ -61,9 +61,10 @@ def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
     others = [found for found, one in zip(evaluations, RUNNABLE, strict=True) if one not in SUSTAINED]
     assert all(one == others[0] for one in others)
     assert [found.pop("tasks") for found in sustained] == [HELD_OUT[one.model] for one in SUSTAINED]
-    assert all(one | {"tasks": 100} in ({**others[0], "every": every} for every in (12, 24)) for one in sustained)
-    for search in (False, True):
-        alike = [job for job, one in zip(shared, RUNNABLE, strict=True) if (one.model == "search") is search]
+    assert all(one | {"tasks": 100} in ({**others[0], "every": every} for every in (12, 16, 24)) for one in sustained)
+    worlds = [one.model if one.model in WORLDS else "" for one in RUNNABLE]
+    for kind in set(worlds):
+        alike = [job for job, one in zip(shared, worlds, strict=True) if one == kind]
         assert all(job == alike[0] for job in alike)
     distinct = {
         (one.model, one.attribution, one.only_successes, jobs[one.name].model_dump_json(exclude={"model"}))
@@ -182,6 +183,8 @@ def stored(tmp_path: Path) -> Stored:
             "staleness/mean": [3.0, 15.0, 16.0],
             "gspo/kept_frac": [1.0, 0.5, 0.9],
             "gspo/k3_proximal_behavior": [0.0, 0.1, 0.02],
+            "episodes/turns_mean": [2.0, 3.0, 4.0],
+            "episodes/actions_mean": [20.0, 30.0, 34.0],
         }
         store.write(cell(name), seed, SIZES, Result(evaluations, steps, {"all": 60.0}, 0.0))
 
@@ -193,7 +196,13 @@ def test_what_an_age_costs_is_told_beside_the_same_seed_on_fresh_data(stored: St
         stored("sustained_gspo_s0", seed, 0.4, 0.9, 0.9, 0.9, 0.9)
         stored("sustained_gspo_s16", seed, 0.4, 0.9, 0.9 - fall, 0.8 - fall, 0.7 - fall)
         stored("sustained_grpo_s16", seed, 0.4, 0.6, 0.9, 0.9, 0.9)
+    for seed in (1, 2):
+        stored("sustained_gspo_s0_cashbook", seed, 0.5, 0.7, 0.7, 0.7)
+        stored("sustained_successes_s0_cashbook", seed, 0.5, 0.6, 0.5, 0.5)
     page = write_sustained(tmp_path, tmp_path)
+    long = (tmp_path / "sustained_cashbook.md").read_text()
+    assert long.startswith("# Data that stay 16 steps old, in long episodes that successes alone do not teach\n")
+    assert "| Successes alone less all on fresh data | 2 | -16.7 ± 0.0 |" in long
     old = next(line.split(" | ") for line in page.splitlines() if line.startswith("| GSPO, max_grad_growth: 1, age 16"))
     assert old[2].startswith("79.0% (78.0% to 80.0%)")
     assert old[4] == "1: 7 2: 7", "86.7 to 80.0 %, and 85.3 to 78.0 %"
