@@ -178,7 +178,7 @@ class Effects:
             answer: str = await send(*args, **options)
             return answer
 
-        def counted_begin(*args: Any) -> None:
+        async def counted_begin(*args: Any) -> None:
             self.num_exports += 1
 
         def counted_replay(*args: Any) -> None:
