@@ -127,7 +127,10 @@ async def evaluate(
         async with asyncio.TaskGroup() as players:
             for _ in range(concurrency):
                 players.create_task(play_some())
-    except* PolicyUnusable as unusable:
+    except BaseExceptionGroup as group:  # of those that `except*` raises early 3.11 makes a group again
+        unusable, others = group.split(PolicyUnusable)
+        if unusable is None or others is not None:
+            raise
         raise PolicyUnusable(str(_first(unusable))) from None
     finally:
         file.close()

@@ -28,6 +28,7 @@ from services.evaluation.conversation import TokenConversation, TokenSampler
 from services.evaluation.models import FoundModel, find_model
 from services.process.children import die_with_parent
 from services.process.ports import free_port
+from services.process.settings import SECRETS_SETTING
 from services.workers.loading import JobNotServable, read_model
 
 START_TIMEOUT_S = 600.0
@@ -109,9 +110,8 @@ def _engine_process(found: FoundModel, order: LocalPolicyOrder) -> Iterator[_Chi
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={
-                name: value for name, value in os.environ.items() if name != SETTING
-            },  # this caller's own, on loopback
+            # This caller's own, on loopback: it asks for none of the keys that other engines have.
+            env={name: value for name, value in os.environ.items() if name not in (SETTING, SECRETS_SETTING)},
             preexec_fn=die_with_parent(),
         )
         try:

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gspo_core.outbound import parse_networks
 
 PREFIX = "GSPO_"
+SECRETS_SETTING = f"{PREFIX}SECRETS_DIR"
 _JUDGE_KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}@[^\s/=@]+=[\x21-\x7e]+")
 _ENGINE_KEY = re.compile(r"(admin@)?(\*|(\[[0-9a-fA-F:.]+\]|[^\s/=@:,*]+)(:[0-9]{1,5})?)=[\x21-\x7e]+")
 _ENGINE_URL = re.compile(r"([a-z][a-z0-9-]*\+)?https?://[^\s,]+")
@@ -299,9 +300,9 @@ def load_settings(*, is_typed: bool = False) -> Settings:
     """The settings of this process, or of a command that a person types, whose shell may have what clients read; raises
     SettingsError."""
     _refuse_misspelt(os.environ, _READ_ELSEWHERE.fullmatch if is_typed else lambda _: None)
-    secrets = os.environ.get(f"{PREFIX}SECRETS_DIR")
+    secrets = os.environ.get(SECRETS_SETTING)
     if secrets and not Path(secrets).is_dir():
-        raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is not a directory")
+        raise SettingsError(f"{SECRETS_SETTING}: {secrets} is not a directory")
     try:
         return Settings(_secrets_dir=secrets or None)
     except ValidationError as error:

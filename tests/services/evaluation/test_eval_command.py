@@ -52,6 +52,20 @@ def warm_engines(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("warm_engines")
+@pytest.mark.parametrize("by_file", [False, True])
+def test_an_engine_started_here_asks_for_no_key_of_others(
+    by_file: bool, shop: Path, model: Path, type_in: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a trainer's container, where keys of engines are files."""
+    if by_file:
+        (shop / "gspo_engine_keys").write_text("*=theirs")
+        monkeypatch.setenv("GSPO_SECRETS_DIR", str(shop))
+    else:
+        monkeypatch.setenv("GSPO_ENGINE_KEYS", "*=theirs")
+    assert "success" in type_in(f"gspo eval {model} --env shop.py:Shop --n 1 --out runs/one")
+
+
+@pytest.mark.usefixtures("warm_engines")
 def test_the_commands_of_the_page_work(shop: Path, model: Path, api: Api, type_in: Type) -> None:
     url, sent = api
 
