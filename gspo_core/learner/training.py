@@ -312,8 +312,8 @@ class Learner:
         return load
 
     def load_weights(self, directory: Path) -> None:
-        """Load what is trained alone, of a saved state that is refused as `load_state` refuses it: enough to save
-        weights, not to train on. Moments, which are twice as large, come into no memory."""
+        """Load what is trained alone, of a saved state of this model: enough to save weights, not to train on. Moments,
+        which are twice as large, come into no memory and are of any kind."""
         _, tensors = self._read_state(Path(directory), state.is_parameter)
         state.restore_parameters(self._policy, tensors)
 

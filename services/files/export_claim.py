@@ -5,8 +5,11 @@ Rule: a claim is a file that its holder touches every ``BEAT_S``; one that was n
 processes that take the same stale claim in one instant may both hold it: the directory that they write appears once.
 
 A request is left for a trainer by who cannot write the export itself. Whoever does it touches the request, and removes
-it before the claim and after what came of it, so that a request outlives whoever dies over it. One that was not touched
-for ``PATIENCE_S`` waits in vain: it is answered no more, and counts as a failure until it is asked again.
+it before the claim and after what came of it. Who stops early takes its claim along, and the next one may begin; who
+dies leaves it, and the next one answers that instead of dying likewise. A request that was not touched for
+``PATIENCE_S`` waits in vain: it is answered no more, and counts as a failure until it is asked again.
+
+Times are those of the host that touches: clocks of hosts differ by less than ``STALE_S``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from gspo_core.position import Position
 from services.files.job_dir import JobDir, JobsDir, parse_step_name
@@ -26,6 +30,10 @@ STALE_S = 30.0
 # A trainer's machine may have to start first.
 PATIENCE_S = 600.0
 _REQUESTED = ".requested-"
+DIED = (
+    "the trainer that wrote it ended in the middle, perhaps for want of memory: ask for it when no job trains, or give "
+    "its container more memory (docs/operations.md, Models out of containers)"
+)
 MOST_CHARS = 4000
 
 
@@ -46,6 +54,11 @@ class ExportClaim:
             return False
 
     @property
+    def is_abandoned(self) -> bool:
+        """Whether its holder has died."""
+        return self._held.exists() and not self.is_held
+
+    @property
     def failure(self) -> str | None:
         """Why the last try failed, if nothing is known of a later one."""
         try:
@@ -61,7 +74,7 @@ class ExportClaim:
         self._held.unlink(missing_ok=True)
         try:
             with self._held.open("x") as file:
-                file.write(self._token)
+                self._sign(file)
         except FileExistsError:  # another process was faster
             return False
         self.beat()
@@ -70,6 +83,14 @@ class ExportClaim:
             return False
         self._failed.unlink(missing_ok=True)
         return True
+
+    def _sign(self, file: IO[str]) -> None:
+        try:
+            file.write(self._token)
+            file.flush()
+        except OSError:  # of a full disk: it would seem to be somebody's
+            self._held.unlink(missing_ok=True)
+            raise
 
     def beat(self) -> None:
         now = self._clock()
@@ -89,13 +110,18 @@ class ExportClaim:
         self._failed.parent.mkdir(exist_ok=True)
         self._failed.write_text(failure[:MOST_CHARS])
 
+    def bury(self) -> None:
+        """Remove that of a dead holder."""
+        if self.is_abandoned:
+            self._held.unlink(missing_ok=True)
+
     def forget(self) -> None:
         """Nothing is known of any try."""
         self._failed.unlink(missing_ok=True)
 
 
 class ExportRequest:
-    """The one for an export. Its text is why the last trainer that looked cannot do it."""
+    """The one for an export. Its text is why a trainer that looked cannot do it."""
 
     def __init__(self, export: Path, clock: Callable[[], float] = time.time) -> None:
         self._file = export.with_name(f"{_REQUESTED}{export.name}")
@@ -117,9 +143,7 @@ class ExportRequest:
     def waits_for(self) -> str:
         """What has to come, while it is open."""
         problem = self._problem()
-        return "it waits for a trainer" + (
-            f" that can do it; the last that looked cannot: {problem}" if problem else ""
-        )
+        return "it waits for a trainer" + (f" that can do it; one that looked cannot: {problem}" if problem else "")
 
     @property
     def given_up(self) -> str | None:
@@ -127,8 +151,8 @@ class ExportRequest:
         if not self.exists or self.is_open:
             return None
         problem = self._problem()
-        why = f"; the last that looked cannot: {problem}" if problem else ": see that one runs (gspo workers)"
-        return f"no trainer has exported it for {PATIENCE_S / 60:.0f} minutes{why}"
+        why = f"; one that looked cannot: {problem}" if problem else ": see that one runs (gspo workers)"
+        return f"no trainer has begun it for {PATIENCE_S / 60:.0f} minutes{why}"
 
     def ask(self) -> None:
         """Anew, where it was asked before. Raises OSError."""
@@ -143,15 +167,17 @@ class ExportRequest:
             os.utime(self._file, (now, now))
 
     def decline(self, problem: str) -> None:
-        """Say why the caller cannot do it, for those who wait: another one may. It waits no longer for that."""
+        """Say why the caller cannot do it, for those who wait, where nobody has: another one may. It waits no longer
+        for that."""
         with contextlib.suppress(OSError):
             asked_at = self._file.stat().st_mtime
-            if self._problem() == problem[:MOST_CHARS]:
+            if self._problem():
                 return
-            with self._file.open("r+") as file:  # never makes one that was withdrawn meanwhile
-                file.write(problem[:MOST_CHARS])
-                file.truncate()
-            os.utime(self._file, (asked_at, asked_at))
+            try:
+                with self._file.open("r+") as file:  # never makes one that was withdrawn meanwhile
+                    file.write(problem[:MOST_CHARS])
+            finally:  # a full disk has touched it all the same
+                os.utime(self._file, (asked_at, asked_at))
 
     def withdraw(self) -> None:
         """Raises OSError."""

@@ -3,14 +3,13 @@ else the trainer does.
 
 Rule: it ends no attempt and keeps none waiting. It runs in threads of its own, since an attempt may wait for all others
 of the process, and what computes is a process that dies with this one. A request of which this trainer lacks the model
-is left to another trainer, with the reason. One that is cut short, because the trainer ends or dies, stays for the next
-trainer; one that fails is answered with the reason, and removed.
+is left to another trainer, with the reason. One that is cut short because the trainer stops stays for the next trainer;
+one that fails, or over which a trainer died, is answered with the reason, and removed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.durable import remove_directory
 from services.files.export import ExportFailed, ExportStopped, export_checkpoint
-from services.files.export_claim import BEAT_S, ExportClaim, ExportRequest, requested_in
+from services.files.export_claim import BEAT_S, DIED, ExportClaim, ExportRequest, requested_in
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import DamagedRecord, JobRecords
 from services.process.telemetry import get_logger
@@ -38,6 +37,8 @@ class ExportErrands:
         self._clock = clock
         self._is_over = threading.Event()
         self._next_beat = 0.0
+        self._found: list[tuple[JobDir, Position]] = []
+        """At the last look: what this trainer writes now, and what waits behind it."""
 
     async def run(self) -> None:
         """Until cancelled; what is being written then is given up within a second."""
@@ -53,9 +54,9 @@ class ExportErrands:
     def look(self) -> float:
         """Write all that is asked for and can be written here. Blocking. Returns how long the looking alone took."""
         began = self._clock()
-        found = self._of_this_trainer()
+        self._found = self._of_this_trainer()
         took_s = self._clock() - began
-        for job, at in found:
+        for job, at in self._found:
             if not self._is_over.is_set():
                 self._answer(job, at)
         return took_s
@@ -86,6 +87,8 @@ class ExportErrands:
         try:
             if target.is_dir():
                 request.withdraw()
+            elif claim.is_abandoned:
+                _end(request, claim, DIED)
             elif claim.take(lambda: request.is_open):
                 self._write(job, at, request, claim)
         except OSError as error:
@@ -120,9 +123,8 @@ class ExportErrands:
             return
         self._next_beat = self._clock() + BEAT_S
         claim.beat()
-        with contextlib.suppress(OSError):
-            for job, at in self._of_this_trainer():
-                ExportRequest(job.export(at)).renew()
+        for job, at in self._found:
+            ExportRequest(job.export(at)).renew()
 
 
 def _end(request: ExportRequest, claim: ExportClaim, failure: str | None) -> None:
@@ -134,6 +136,7 @@ def _end(request: ExportRequest, claim: ExportClaim, failure: str | None) -> Non
     finally:
         request.withdraw()
         claim.leave()
+        claim.bury()
 
 
 def _remove_unless_wanted(job: JobDir, at: Position, request: ExportRequest) -> None:

@@ -52,6 +52,7 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     await _require_unused_export(context, job_dir, Position(epoch, step))
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
     await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
+    await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))  # what was just becoming whole
 
 
 async def _require_unused_export(context: ContextOf, job_dir: JobDir, at: Position) -> None:

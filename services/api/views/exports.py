@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,7 +42,9 @@ class Exports:
         request = ExportRequest(path)
         if request.is_open:
             return ExportView(status="exporting", path=None, message=request.waits_for)
-        failure = claim.failure or self._unwritten.get(path) or request.given_up
+        failure = self._unwritten.get(path) or claim.failure or request.given_up
+        if _is_listed(path):  # it became ready since it was looked for first
+            return ExportView(status="ready", path=job_dir.shown(path), message=None)
         return ExportView(status="none" if failure is None else "failed", path=None, message=failure)
 
     async def begin(self, job_dir: JobDir, at: Position) -> None:
@@ -98,6 +101,14 @@ class Exports:
                 self._unwritten |= {path: failure} if failure else {}
             finally:
                 self._running.pop(path, None)
+
+
+def _is_listed(path: Path) -> bool:
+    """Asked of its folder, which a network file system knows better than that a name was missing before."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:
+        return False
 
 
 async def _taken(claim: ExportClaim, path: Path) -> bool:

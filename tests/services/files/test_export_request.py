@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -41,10 +42,7 @@ def test_a_request_waits_until_it_is_given_up_and_can_be_asked_anew(job: JobDir)
     assert request.waits_for.endswith("cannot: there is no directory m")
     now[0] += 1  # what a trainer that cannot do it says is no patience
     assert not request.is_open
-    assert (
-        request.given_up
-        == "no trainer has exported it for 10 minutes; the last that looked cannot: there is no directory m"
-    )
+    assert request.given_up == "no trainer has begun it for 10 minutes; one that looked cannot: there is no directory m"
     request.ask()
     assert (request.is_open, request.waits_for) == (True, "it waits for a trainer")
     now[0] += PATIENCE_S - 1
@@ -52,11 +50,43 @@ def test_a_request_waits_until_it_is_given_up_and_can_be_asked_anew(job: JobDir)
     now[0] += PATIENCE_S - 1
     assert request.is_open
     now[0] += 1
-    assert request.given_up == "no trainer has exported it for 10 minutes: see that one runs (gspo workers)"
+    assert request.given_up == "no trainer has begun it for 10 minutes: see that one runs (gspo workers)"
     request.withdraw()
     request.decline("too late")
     request.renew()
     assert (request.exists, list(job.exports.iterdir())) == (False, [])
+
+
+def test_a_full_disk_holds_no_claim_and_prolongs_no_request(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    request = ExportRequest(job.export(AT), lambda: now[0])
+    request.ask()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    class Full:
+        """A file that was opened, and takes nothing."""
+
+        def __init__(self, path: Path, mode: str) -> None:
+            self._file = open(path, mode)  # noqa: SIM115 - what `Path.open` returns
+            self.read, self.flush, self.write = self._file.read, full, full
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+    claim = ExportClaim(job.export(AT))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode="r", **_: Full(path, mode))
+        with pytest.raises(OSError, match="no room"):
+            claim.take()
+        now[0] += PATIENCE_S
+        request.decline("no room")
+    assert not claim.is_held
+    assert not request.is_open
 
 
 def test_requests_are_found_among_accepted_jobs_alone(job: JobDir) -> None:

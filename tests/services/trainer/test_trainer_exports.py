@@ -21,7 +21,7 @@ from gspo_core.position import Position
 from gspo_core.spec import JobSpec
 from services.files.checkpoints import CheckpointStore
 from services.files.export import ExportFailed, ExportStopped
-from services.files.export_claim import BEAT_S, PATIENCE_S, ExportClaim, ExportRequest
+from services.files.export_claim import BEAT_S, DIED, PATIENCE_S, ExportClaim, ExportRequest
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import AcceptedJob, JobRecords
 from services.process.cancelling import cancel_all
@@ -112,6 +112,22 @@ def test_a_failure_that_a_full_disk_cannot_hold_is_not_tried_without_end(
     assert names(job) == []
 
 
+def test_a_trainer_that_died_over_it_is_not_followed_by_the_next(
+    job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]
+) -> None:
+    """An export that ends its trainer, as for want of memory, would end each."""
+
+    def begun(*_: Any) -> Path:
+        raise AssertionError("it would die, too")
+
+    doing(begun)
+    claim = ExportClaim(job.export(AT), lambda: 0.0)  # touched long ago
+    assert claim.take()
+    ExportErrands(jobs).look()
+    assert names(job) == [f".failed-{job.export(AT).name}"]
+    assert ExportClaim(job.export(AT)).failure == DIED
+
+
 def test_of_two_trainers_one_writes_it(job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]) -> None:
     num_begun = 0
 
@@ -134,7 +150,7 @@ def test_a_trainer_without_the_model_leaves_it_to_another_and_says_why(
     request = ExportRequest(job.export(AT))
     (tmp_path / "model").rename(tmp_path / "elsewhere")
     ExportErrands(jobs).look()
-    assert request.waits_for.endswith(f"the last that looked cannot: there is no directory {tmp_path / 'model'}")
+    assert request.waits_for.endswith(f"one that looked cannot: there is no directory {tmp_path / 'model'}")
     assert not ExportClaim(job.export(AT)).is_held
     (tmp_path / "elsewhere").rename(tmp_path / "model")
     ExportErrands(jobs).look()
@@ -262,7 +278,7 @@ async def export_of(http: httpx.AsyncClient, where: str, **until: str) -> dict[s
 async def test_an_api_without_torch_has_a_trainer_export(
     store: Store, jobs: JobsDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the real process: bit for bit what the trainer itself would have written, also where ranks share the job."""
+    """By the real process: bit for bit what the trainer would have written, also of a job with several ranks."""
     monkeypatch.setattr("services.files.export.find_spec", lambda name: None)
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").write_text("{}")
@@ -307,7 +323,7 @@ async def test_an_api_without_torch_tells_what_became_of_a_request(
         accepted(job, Path("m"))
         CheckpointStore(job).write(Position(1, 20), Lineage(step=20), lambda folder: folder.mkdir())
         ExportRequest(job.export(AT), lambda: 0.0).renew()
-        assert (await export_of(http, where, status="failed"))["message"].startswith("no trainer has exported it for")
+        assert (await export_of(http, where, status="failed"))["message"].startswith("no trainer has begun it for")
         assert (await http.post(f"{where}/export")).json()["export"]["status"] == "exporting"
         claim = ExportClaim(job.export(AT))
         claim.tell("why")
