@@ -19,17 +19,22 @@ import pytest
 from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from gspo_core.spec import JobSpec
+from services.api.views.exports import Exports
 from services.files.checkpoints import CheckpointStore
 from services.files.export import ExportFailed, ExportStopped
 from services.files.export_claim import BEAT_S, DIED, PATIENCE_S, ExportClaim, ExportRequest
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import AcceptedJob, JobRecords
 from services.process.cancelling import cancel_all
+from services.process.settings import Settings
 from services.state.fleet_records import TrainerRecord
-from services.state.store import Store
+from services.state.server import RedisServer
+from services.state.store import Claim, Store
 from services.trainer import exporting
 from services.trainer.building import make_learner
 from services.trainer.exporting import ExportErrands
+from services.trainer.serving import serve
+from services.trainer.telling.attempt_messages import AttemptEnd
 from tests.core.learner_support import make_sequences, with_behavior, write_model
 from tests.core.test_model_files import write_files
 from tests.patience import HANG_S
@@ -37,6 +42,16 @@ from tests.services.api.api_kit import SPEC, application, http_to
 
 AT = Position(1, 10)
 Export = Callable[[JobDir, int, int, Path, Callable[[], bool]], Path]
+
+
+class Idle:
+    """Attempts none of which begins."""
+
+    def is_ready(self) -> bool:
+        return False
+
+    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
+        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +103,22 @@ def test_a_request_is_answered_and_gone(job: JobDir, jobs: JobsDir, doing: Calla
     ExportRequest(job.export(AT)).ask()  # as somebody may who has not seen the directory yet
     ExportErrands(jobs).look()
     assert names(job) == [job.export(AT).name]
+
+
+@pytest.mark.usefixtures("redis_client")
+async def test_a_trainer_sees_to_requests_while_it_has_no_job(
+    job: JobDir, tmp_path: Path, redis_server: RedisServer, doing: Callable[[Export], None]
+) -> None:
+    doing(write)
+    stop = asyncio.Event()
+    settings = Settings(redis_url=redis_server.url, data_dir=tmp_path)
+    trainer = asyncio.create_task(serve(settings, stop, Idle(), {"device": "cpu", "num_ranks": 1}))
+    async with asyncio.timeout(HANG_S):
+        while names(job) != [job.export(AT).name]:
+            assert not trainer.done()
+            await asyncio.sleep(0.01)
+        stop.set()
+        await trainer
 
 
 def test_a_failure_is_told_and_the_request_is_gone(job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]) -> None:
@@ -310,6 +341,13 @@ async def test_an_api_without_torch_has_a_trainer_export(
         await cancel_all([running])
     for path in (tmp_path / "expected").iterdir():
         assert (job.export(AT) / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_became_ready_between_two_looks_is_no_failure(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    ExportRequest(job.export(AT)).withdraw()
+    job.export(AT).mkdir()
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)
+    assert Exports().view(job, AT).status == "ready"
 
 
 async def test_an_api_without_torch_tells_what_became_of_a_request(
