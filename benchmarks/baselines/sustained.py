@@ -42,12 +42,10 @@ COMPARED = (
     (SIGNAL, None, "With signal_scaling at age {age} less GSPO at age 0"),
     (SIGNAL, GRPO, "With signal_scaling less GRPO at age {age}"),
     (SUCCESSES, DEFAULT, "Successes alone less all"),
+    (SUCCESSES, SIGNAL, "Successes alone less all with signal_scaling"),
 )
 """Two kinds at the age; without a second it is the default on fresh data."""
-FRESH = (
-    (DEFAULT, GRPO, "GSPO less GRPO on fresh data"),
-    (SUCCESSES, DEFAULT, "Successes alone less all on fresh data"),
-)
+FRESH = ((SUCCESSES, DEFAULT, "Successes alone less all on fresh data"),)
 """Two kinds on fresh data."""
 WORLDS: Mapping[Model, tuple[str, str]] = {
     "search": ("`search_qa`, the long demo's task", ", on the long demo's task"),
