@@ -139,7 +139,9 @@ class DenseSampler:
     def _recall(self, row: int, request: Request) -> int:
         """Puts what its episode has computed under these weights into its row; of so many tokens."""
         kept = self._kept.pop(request.seed, None)
-        if kept is None or kept.version != self._loaded or list(request.ids[: len(kept.ids)]) != kept.ids:
+        if kept is None or kept.version != self._loaded or len(kept.ids) >= len(request.ids):
+            return 0
+        if list(request.ids[: len(kept.ids)]) != kept.ids:
             return 0
         self._cache.load(row, kept.prefix, len(kept.ids))
         return len(kept.ids)

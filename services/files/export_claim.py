@@ -56,7 +56,10 @@ class ExportClaim:
     @property
     def is_abandoned(self) -> bool:
         """Whether its holder has died."""
-        return self._held.exists() and not self.is_held
+        try:
+            return abs(self._clock() - self._held.stat().st_mtime) >= STALE_S
+        except OSError:
+            return False
 
     @property
     def failure(self) -> str | None:

@@ -46,8 +46,9 @@ def die_before_others() -> Callable[[], None] | None:
 
     def offer_itself() -> None:
         ask_for_the_signal()
-        with contextlib.suppress(OSError):  # everyone may raise its own
+        with contextlib.suppress(OSError):
             os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # everyone may raise its own
             descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
             os.write(descriptor, b"1000")
             os.close(descriptor)

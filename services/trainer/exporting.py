@@ -10,6 +10,7 @@ one that fails, or over which a trainer died, is answered with the reason, and r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.durable import remove_directory
 from services.files.export import ExportFailed, ExportStopped, export_checkpoint
-from services.files.export_claim import BEAT_S, DIED, ExportClaim, ExportRequest, requested_in
+from services.files.export_claim import BEAT_S, DIED, PATIENCE_S, ExportClaim, ExportRequest, requested_in
 from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import DamagedRecord, JobRecords
 from services.process.telemetry import get_logger
@@ -29,6 +30,8 @@ from services.process.telemetry import get_logger
 LOOK_S = 3.0
 # A look at very many jobs on a slow disk takes at most this share of the time.
 LOOKING_SHARE = 0.02
+# While it writes one.
+LOOK_BESIDE_S = PATIENCE_S / 4
 
 
 class ExportErrands:
@@ -37,8 +40,11 @@ class ExportErrands:
         self._clock = clock
         self._is_over = threading.Event()
         self._next_beat = 0.0
+        self._next_look = 0.0
         self._found: list[tuple[JobDir, Position]] = []
         """At the last look: what this trainer writes now, and what waits behind it."""
+        self._claim: ExportClaim | None = None
+        """That of what it writes now."""
 
     async def run(self) -> None:
         """Until cancelled; what is being written then is given up within a second."""
@@ -50,13 +56,16 @@ class ExportErrands:
         finally:
             self._is_over.set()
             threads.shutdown(wait=False)
+            if (claim := self._claim) is not None:  # the process may end before the thread has given it up
+                with contextlib.suppress(OSError):
+                    claim.leave()
 
     def look(self) -> float:
         """Write all that is asked for and can be written here. Blocking. Returns how long the looking alone took."""
         began = self._clock()
         self._found = self._of_this_trainer()
         took_s = self._clock() - began
-        for job, at in self._found:
+        for job, at in list(self._found):
             if not self._is_over.is_set():
                 self._answer(job, at)
         return took_s
@@ -87,6 +96,8 @@ class ExportErrands:
         try:
             if target.is_dir():
                 request.withdraw()
+            elif not request.exists:
+                return
             elif claim.is_abandoned:
                 _end(request, claim, DIED)
             elif claim.take(lambda: request.is_open):
@@ -100,6 +111,8 @@ class ExportErrands:
         log.info("exporting a checkpoint")
         failure: str | None = None
         self._next_beat = self._clock() + BEAT_S
+        self._next_look = self._clock() + LOOK_BESIDE_S
+        self._claim = claim
 
         def goes_on() -> bool:
             self._beat(claim)
@@ -114,6 +127,8 @@ class ExportErrands:
             return
         except (ExportFailed, OSError) as error:
             failure = str(error)
+        finally:
+            self._claim = None
         _end(request, claim, failure)
         log.info("exported" if failure is None else "the export failed", why=failure)
 
@@ -123,6 +138,10 @@ class ExportErrands:
             return
         self._next_beat = self._clock() + BEAT_S
         claim.beat()
+        if self._clock() >= self._next_look:  # others may have been asked for meanwhile
+            self._next_look = self._clock() + LOOK_BESIDE_S
+            with contextlib.suppress(OSError):
+                self._found = self._of_this_trainer()
         for job, at in self._found:
             ExportRequest(job.export(at)).renew()
 

@@ -73,9 +73,11 @@ class Exports:
 
         if can_export():
             return False
-        claim = ExportClaim(path)
+        claim, request = ExportClaim(path), ExportRequest(path)
         try:
-            ExportRequest(path).ask()
+            if not request.is_open:
+                claim.bury()  # of somebody who died over an earlier try
+            request.ask()
             if not claim.is_held:
                 claim.forget()
         except OSError as error:

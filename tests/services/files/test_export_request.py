@@ -63,6 +63,8 @@ def test_a_full_disk_holds_no_claim_and_prolongs_no_request(job: JobDir, monkeyp
     request.ask()
 
     def full(*_: object) -> int:
+        if request.exists:
+            os.utime(job.exports / f".requested-{job.export(AT).name}", (now[0], now[0]))
         raise OSError(errno.ENOSPC, "no room")
 
     class Full:

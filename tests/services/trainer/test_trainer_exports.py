@@ -219,6 +219,25 @@ def test_what_waits_behind_another_export_is_not_given_up(
     assert second.export(AT).is_dir()
 
 
+def test_what_is_asked_for_during_another_export_is_not_given_up(
+    job: JobDir, jobs: JobsDir, tmp_path: Path, doing: Callable[[Export], None]
+) -> None:
+    now, touched = [0.0], list[float]()
+
+    def export(job: JobDir, epoch: int, step: int, target: Path, goes_on: Callable[[], bool]) -> Path:
+        (waiting,) = accepted(jobs.job("job_b"), tmp_path / "model").exports.iterdir()
+        soon = time.time() - PATIENCE_S / 2
+        os.utime(waiting, (soon, soon))
+        now[0] += exporting.LOOK_BESIDE_S
+        assert goes_on()
+        touched.append(waiting.stat().st_mtime - soon)
+        return write(job, epoch, step, target, goes_on)
+
+    doing(export)
+    ExportErrands(jobs, lambda: now[0]).look()
+    assert touched[0] > PATIENCE_S / 3
+
+
 async def test_a_trainer_that_ends_leaves_the_request_to_the_next(
     job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]
 ) -> None:
