@@ -130,6 +130,9 @@ SUSTAINED_RUNS = (
         (SUCCESSES,),
         4,
     ),
+    SustainedRun(
+        64, 14, 24, (320, 328, 336), ("grpo", "signal"), "_cashbook_long", {"lr": 5e-5}, "cashbook", groups_per_step=2
+    ),
 )
 """At twice the rate runs fall often enough to tell what keeps them from it; from the rare model nearly all groups fail
 as a whole at first; the search is another task, at its demo's rate; the cashbook is a long one, which successes alone
