@@ -429,6 +429,8 @@ class CheckpointExport(TypedDict):
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
     """Why it failed, or what it waits for."""
+    files: NotRequired[list[CheckpointFile]]
+    """Once it is ready: each is found at `/export/files/` + path."""
 
 
 class CheckpointDetail(Checkpoint):

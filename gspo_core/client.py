@@ -13,13 +13,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
 from gspo_core.api_answers import (
-    Checkpoint,
-    CheckpointDetail,
     Drain,
     EnvironmentSource,
     EnvironmentValidation,
@@ -40,6 +39,8 @@ from gspo_core.api_answers import (
     Trial,
     Worker,
 )
+from gspo_core.client_checkpoints import CheckpointCalls
+from gspo_core.client_errors import ClientError as ClientError
 from gspo_core.client_forks import ForkCalls
 from gspo_core.client_leases import LeaseCalls, RequestParts
 from gspo_core.client_replays import ReplayCalls
@@ -100,10 +101,6 @@ class _Metrics(TypedDict):
     has_more: bool
 
 
-class ClientError(Exception):
-    """Base of the client's errors."""
-
-
 class Unreachable(ClientError):
     """Nothing answers at the address, or not to the end, after several tries."""
 
@@ -137,7 +134,7 @@ class Spec(Protocol):
     def model_dump(self, *, mode: str) -> Settings: ...
 
 
-class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
+class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
     """Talks to one API. Use it as a context manager, or close it."""
 
     def __init__(
@@ -278,31 +275,9 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         go on with the step of the last one."""
         given = {"from_step": from_step, "to_step": to_step, "include": "tokens" if tokens else None}
         params = {name: str(value) for name, value in given.items() if value is not None}
-        try:
-            with self._http.stream("GET", _job_path(job_id, "/episodes.jsonl"), params=params) as answer:
-                if not answer.is_success:
-                    answer.read()
-                    raise _api_error(answer)
-                for line in _lines(answer.iter_bytes()):
-                    yield json.loads(line)
-        except self._httpx.TransportError as error:
-            raise _unreachable(self._http, error) from error
-
-    def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
-        """The checkpoints of a job that are kept, newest first."""
-        yield from self._pages(Checkpoint, _job_path(job_id, "/checkpoints"), {"limit": "100"})
-
-    def checkpoint(self, checkpoint_id: str) -> CheckpointDetail:
-        """One checkpoint with its files, by its id ``JOB/EPOCH/STEP``; ``export`` says what became of its export."""
-        return self._ask(CheckpointDetail, "GET", f"/v1/checkpoints/{_path(checkpoint_id)}")
-
-    def export_checkpoint(self, checkpoint_id: str) -> CheckpointDetail:
-        """Have its weights written as a plain model directory; ask for the checkpoint until its export is ready."""
-        return self._ask(CheckpointDetail, "POST", f"/v1/checkpoints/{_path(checkpoint_id)}/export")
-
-    def remove_checkpoint(self, checkpoint_id: str) -> None:
-        """Gone already is as good."""
-        self._remove(f"/v1/checkpoints/{_path(checkpoint_id)}", "checkpoint_not_found")
+        with self._download(_job_path(job_id, "/episodes.jsonl"), params) as answer:
+            for line in _lines(answer.iter_bytes()):
+                yield json.loads(line)
 
     def register_environment(
         self, name: str, source: EnvironmentSource, *, agent: Mapping[str, JSON] | None = None
@@ -437,6 +412,26 @@ class Client(ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
                     raise _Later(_api_error(answer), _retry_after_s(answer))
                 raise _api_error(answer)
             yield from parse_events(answer.iter_lines())
+
+    @contextmanager
+    def _download(
+        self, path: str, params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[httpx.Response]:
+        """An answer that is read piece by piece, and that nobody asks for again where it breaks off."""
+        try:
+            with self._http.stream("GET", path, params=params, headers=headers) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise _api_error(answer)
+                yield answer
+        except self._httpx.TransportError as error:
+            raise _unreachable(self._http, error) from error
+
+    def _wait_before_another(self, attempt: int, error: Exception) -> None:
+        """Raises ``error`` where another attempt would not help."""
+        if not isinstance(error, Unreachable) and not (isinstance(error, ApiError) and error.status in RETRIED):
+            raise error
+        self._sleep(_delay(attempt))
 
     def _remove(self, path: str, gone: str) -> None:
         try:

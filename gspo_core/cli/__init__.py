@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gspo_core.cli.command import CommandError, CommandParser
 from gspo_core.cli.retrain_options import add_retrain
@@ -144,6 +145,7 @@ def _add_reading(commands: argparse._SubParsersAction[CommandParser]) -> None:
     metrics.set_defaults(run=_metrics)
     export = commands.add_parser("export", help="write a checkpoint's weights as a plain model directory")
     export.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step with a checkpoint (default: its newest)")
+    export.add_argument("--to", type=Path, metavar="DIR", help="fetch it from the service into this new directory")
     export.set_defaults(run=_export)
     for action in (logs, metrics, export):
         _add_server(action)
@@ -308,7 +310,7 @@ def _export(arguments: argparse.Namespace) -> int:
     job, is_given, step = arguments.where.partition("@")
     if is_given and not step.isdecimal():
         raise CommandError(f"{arguments.where}: write JOB or JOB@STEP")
-    return reading.export(arguments.url, _place(arguments.url, job), int(step) if is_given else None)
+    return reading.export(arguments.url, _place(arguments.url, job), int(step) if is_given else None, arguments.to)
 
 
 def _job(arguments: argparse.Namespace) -> str:

@@ -7,13 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from gspo_core.api_answers import CheckpointFile
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
-from gspo_core.cli.terminal import say
+from gspo_core.cli.terminal import plain, say
 from gspo_core.client import Client
+from gspo_core.client_checkpoints import ExportIncomplete
 
 POLL_S = 0.5
+TOLD_EVERY_S = 5.0
 SHOWN = ("reward/mean", "gspo/loss", "staleness/mean", "time/step_s", "throughput/tokens_per_s")
 """Where no names are asked for."""
 
@@ -66,8 +70,11 @@ def _aligned(columns: Sequence[str], rows: Sequence[dict[str, float]]) -> list[s
     return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def export(url: str, job_id: str, step: int | None) -> int:
-    """The weights of a checkpoint as a plain model directory; prints where it lies, for the service that wrote it."""
+def export(url: str, job_id: str, step: int | None, to: Path | None) -> int:
+    """The weights of a checkpoint as a plain model directory; prints where it lies, for the service that wrote it, or
+    here where it is fetched."""
+    if to is not None and to.exists():
+        raise CommandError(f"{to} is there already: name a directory that is not")
     with connected(url) as client:
         kept = list(client.checkpoints(job_id))
         if not kept:
@@ -79,8 +86,29 @@ def export(url: str, job_id: str, step: int | None) -> int:
         print(f"exporting the checkpoint of step {found['step']} ...", file=sys.stderr, flush=True)
         client.export_checkpoint(found["id"])
         path = _exported(client, found["id"])
+        if to is not None:
+            return _fetched(client, found["id"], to)
     print("it lies below the service's data directory:", file=sys.stderr, flush=True)
     print(path)
+    return 0
+
+
+def _fetched(client: Client, checkpoint: str, to: Path) -> int:
+    told_at = time.monotonic()
+
+    def told(file: CheckpointFile, done: int) -> None:
+        nonlocal told_at
+        is_whole = done == file["size_bytes"]
+        if is_whole or time.monotonic() - told_at > TOLD_EVERY_S:
+            told_at = time.monotonic()
+            share = "" if is_whole else f", {done / file['size_bytes']:.0%}"
+            print(plain(f"{file['path']}: {done / 2**20:,.1f} MiB{share}"), file=sys.stderr, flush=True)
+
+    try:
+        client.fetch_export(checkpoint, to, told)
+    except (ExportIncomplete, OSError) as error:
+        raise CommandError(str(error)) from error
+    print(to)
     return 0
 
 

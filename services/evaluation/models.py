@@ -59,7 +59,7 @@ def _checkpoint(match: re.Match[str], api_url: str) -> FoundModel:
     if not directory.is_dir():
         raise PolicyUnusable(
             f"{checkpoint_id} lies in {path} of its installation's data directory, which is not {_data_dir().path} "
-            "on this machine: set GSPO_DATA_DIR, or name the directory where it lies, or a copy of it"
+            f"on this machine: set GSPO_DATA_DIR, or name a directory: gspo export {match['job']} --to DIR fetches it"
         )
     return FoundModel(directory, chat if isinstance(chat, dict) else {})
 

@@ -127,12 +127,14 @@ def needed_scope(method: str, path: str) -> str:
         return "episodes:read"
     if path.startswith("/v1/environments") and method not in READING:
         return "env:upload" if path == "/v1/environments/uploads" else "envs:write"
-    return "jobs:read" if method in READING else "jobs:write"
+    return "jobs:read" if method in READING and not _WEIGHTS.match(path) else "jobs:write"
 
 
 _LEASES = re.compile(r"/v1/jobs/[^/]+/(episodes:lease$|leases/)")
 # Their answers may show episodes token by token; asking costs computing time.
 _REPLAYS = re.compile(r"/v1/jobs/[^/]+/replays(/|$)")
+# Who may have a model written may have it.
+_WEIGHTS = re.compile(r"/v1/checkpoints/.*/export/files(/|$)")
 _EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes|traces)([/.]|$)")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Request
+from starlette.responses import Response, StreamingResponse
 
 from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
+from services.api.http.file_download import BINARY, file_download
 from services.api.http.routers import v1_router
 from services.api.http.stored_specs import one_with_model_in
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
@@ -36,6 +38,28 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
     await asyncio.to_thread(_detail, context, job, epoch, step)
     await context.exports.begin(context.history.job_dir(job), Position(epoch, step))
     return await _shown(context, job, epoch, step)
+
+
+@router.get(
+    "/export/files/{name:path}",
+    response_class=StreamingResponse,
+    responses={200: {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}, **documented(416)},
+)
+async def download_export_file(
+    job: str, epoch: Number, step: Number, name: str, request: Request, context: ContextOf
+) -> Response:
+    """One file of a ready export, by its `path`. With `Range: bytes=N-` it is gone on with from byte N, and with
+    `If-Range` only where it still has that `ETag`."""
+    await context.store.jobs.get(job)
+    job_dir, at = context.history.job_dir(job), Position(epoch, step)
+    try:
+        found = await asyncio.to_thread(context.exports.file, job_dir, at, name)
+        if found is not None:
+            return await asyncio.to_thread(file_download, found, request.headers)
+    except FileNotFoundError:  # it was removed meanwhile
+        pass
+    message = f"the export of this checkpoint is not ready, or has no file {name[:80]!r}: its checkpoint lists them"
+    raise RequestRefused(404, "export_file_not_found", message)
 
 
 @router.delete("", status_code=204, responses=documented(409))

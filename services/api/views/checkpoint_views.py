@@ -39,6 +39,8 @@ class ExportView(View):
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
     """Why it failed, or what it waits for."""
+    files: list[CheckpointFile]
+    """Once it is ready: each is found at `/export/files/` + path."""
 
 
 class CheckpointDetail(CheckpointView):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from gspo_core.position import Position
-from services.api.views.checkpoint_views import ExportView
+from services.api.views.checkpoint_views import CheckpointFile, ExportView
 from services.files.durable import remove_directory
 from services.files.export_claim import BEAT_S, ExportClaim, ExportRequest
 from services.files.job_dir import JobDir
@@ -35,17 +36,22 @@ class Exports:
         """Blocking: call it in a thread."""
         path = job_dir.export(at)
         if path.is_dir():
-            return ExportView(status="ready", path=job_dir.shown(path), message=None)
+            return _ready(job_dir, path)
         claim = ExportClaim(path)
         if path in self._running or claim.is_held:
-            return ExportView(status="exporting", path=None, message=None)
+            return ExportView(status="exporting", path=None, files=[], message=None)
         request = ExportRequest(path)
         if request.is_open:
-            return ExportView(status="exporting", path=None, message=request.waits_for)
+            return ExportView(status="exporting", path=None, files=[], message=request.waits_for)
         failure = self._unwritten.get(path) or claim.failure or request.given_up
         if _is_listed(path):  # it became ready since it was looked for first
-            return ExportView(status="ready", path=job_dir.shown(path), message=None)
-        return ExportView(status="none" if failure is None else "failed", path=None, message=failure)
+            return _ready(job_dir, path)
+        return ExportView(status="none" if failure is None else "failed", path=None, files=[], message=failure)
+
+    def file(self, job_dir: JobDir, at: Position, name: str) -> Path | None:
+        """One of a ready export. Blocking: call it in a thread."""
+        path = job_dir.export(at)
+        return path / name if any(one.path == name for one in _files(path)) else None
 
     async def begin(self, job_dir: JobDir, at: Position) -> None:
         path = job_dir.export(at)
@@ -103,6 +109,23 @@ class Exports:
                 self._unwritten |= {path: failure} if failure else {}
             finally:
                 self._running.pop(path, None)
+
+
+def _ready(job_dir: JobDir, path: Path) -> ExportView:
+    return ExportView(status="ready", path=job_dir.shown(path), message=None, files=_files(path))
+
+
+def _files(path: Path) -> list[CheckpointFile]:
+    """Of an export. A link is none of its files, wherever it leads."""
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = Path(folder) / name
+            with contextlib.suppress(FileNotFoundError):  # it is just being removed
+                about = file.lstat()
+                if stat.S_ISREG(about.st_mode):
+                    found.append(CheckpointFile(path=file.relative_to(path).as_posix(), size_bytes=about.st_size))
+    return sorted(found, key=lambda one: one.path)
 
 
 def _is_listed(path: Path) -> bool:

@@ -61,6 +61,7 @@ async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
         "status": "ready",
         "path": f"jobs/{job}/exports/{old.name}",
         "message": None,
+        "files": [],
     }
     again = await http.post(f"/v1/checkpoints/{job}/1/10/export")
     assert (again.status_code, again.json()["export"]["status"]) == (202, "ready")

@@ -13,6 +13,8 @@ from redis.asyncio import Redis
 
 from gspo_core.cli import main
 from gspo_core.cli.job_table import HEADER, duration, table
+from gspo_core.position import Position
+from services.files.job_dir import step_name
 from services.state.server import RedisServer
 from services.state.store import Store
 from tests.services.api.api_kit import SPEC, ApiProcess
@@ -144,6 +146,25 @@ async def test_what_has_happened_and_the_numbers_are_printed(
         api, capsys, "metrics", job, "--names", "reward/men", ends=1
     )
     assert "no checkpoint" in run(api, capsys, "export", job, ends=1)
+
+
+async def test_an_export_is_fetched_into_a_directory_that_is_not_there_yet(
+    api: ApiProcess, submit: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = submit("first")
+    place = api.jobs_dir / job
+    (place / "checkpoints" / step_name(Position(1, 20))).mkdir(parents=True)
+    (place / "checkpoints" / step_name(Position(1, 20)) / "manifest.json").write_bytes(b"{}")
+    export = place / "exports" / step_name(Position(1, 20))
+    (export / "adapter").mkdir(parents=True)
+    (export / "model.safetensors").write_bytes(bytes(range(256)) * 9000)
+    (export / "adapter" / "adapter_config.json").write_text("{}")
+    to = tmp_path / "models" / "mine"
+    assert run(api, capsys, "export", f"{job}@20", "--to", str(to)) == str(to)
+    found = {file.relative_to(to).as_posix(): file.read_bytes() for file in to.rglob("*") if file.is_file()}
+    assert found == {"model.safetensors": bytes(range(256)) * 9000, "adapter/adapter_config.json": b"{}"}
+    assert list(to.parent.iterdir()) == [to]
+    assert "is there already" in run(api, capsys, "export", f"{job}@20", "--to", str(to), ends=1)
 
 
 def test_an_address_needs_no_scheme(api: ApiProcess, capsys: pytest.CaptureFixture[str]) -> None:

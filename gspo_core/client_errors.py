@@ -1,0 +1,7 @@
+"""What all errors of the client have in common."""
+
+from __future__ import annotations
+
+
+class ClientError(Exception):
+    """Base of the client's errors."""
