@@ -16,12 +16,11 @@ from starlette.datastructures import Headers
 from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.streams import BoundedStream
 
-BINARY = "application/octet-stream"
 PIECE_BYTES = 1 << 20
 _REST = re.compile(r"bytes=(\d{1,18})-")
 
 
-def file_download(path: Path, headers: Headers) -> BoundedStream:
+def file_download(path: Path, headers: Headers, media_type: str) -> BoundedStream:
     """Blocking: call it in a thread. Raises FileNotFoundError, RequestRefused 416."""
     found = path.stat()
     tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
@@ -30,7 +29,7 @@ def file_download(path: Path, headers: Headers) -> BoundedStream:
     if start is not None:
         said["Content-Range"] = f"bytes {start}-{found.st_size - 1}/{found.st_size}"
     status = 200 if start is None else 206
-    return BoundedStream(_pieces(path, start or 0), status_code=status, headers=said, media_type=BINARY)
+    return BoundedStream(_pieces(path, start or 0), status_code=status, headers=said, media_type=media_type)
 
 
 def _start(headers: Headers, tag: str, size: int) -> int | None:

@@ -11,12 +11,13 @@ from starlette.responses import Response, StreamingResponse
 from gspo_core.position import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
-from services.api.http.file_download import BINARY, file_download
 from services.api.http.routers import v1_router
 from services.api.http.stored_specs import one_with_model_in
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, described, files_of, places_of
 from services.files.job_dir import JobDir
 from services.state.jobs import JobRecord
+
+BINARY = "application/octet-stream"
 
 router = v1_router("artifacts", "/checkpoints/{job}/{epoch}/{step}")
 
@@ -50,12 +51,14 @@ async def download_export_file(
 ) -> Response:
     """One file of a ready export, by its `path`. With `Range: bytes=N-` it is gone on with from byte N, and with
     `If-Range` only where it still has that `ETag`."""
+    from services.api.http.file_download import file_download  # few models are fetched
+
     await context.store.jobs.get(job)
     job_dir, at = context.history.job_dir(job), Position(epoch, step)
     try:
         found = await asyncio.to_thread(context.exports.file, job_dir, at, name)
         if found is not None:
-            return await asyncio.to_thread(file_download, found, request.headers)
+            return await asyncio.to_thread(file_download, found, request.headers, BINARY)
     except FileNotFoundError:  # it was removed meanwhile
         pass
     message = f"the export of this checkpoint is not ready, or has no file {name[:80]!r}: its checkpoint lists them"

@@ -49,7 +49,7 @@ class Exports:
         return ExportView(status="none" if failure is None else "failed", path=None, files=[], message=failure)
 
     def file(self, job_dir: JobDir, at: Position, name: str) -> Path | None:
-        """One of a ready export. Blocking: call it in a thread."""
+        """The file of a ready export that is listed so. Blocking: call it in a thread."""
         path = job_dir.export(at)
         return path / name if any(one.path == name for one in _files(path)) else None
 
@@ -116,7 +116,7 @@ def _ready(job_dir: JobDir, path: Path) -> ExportView:
 
 
 def _files(path: Path) -> list[CheckpointFile]:
-    """Of an export. A link is none of its files, wherever it leads."""
+    """All that an export has. A link is none of its files, wherever it leads."""
     found = []
     for folder, _, names in os.walk(path):
         for name in names:
