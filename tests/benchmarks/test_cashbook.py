@@ -121,6 +121,31 @@ def test_a_sampler_that_keeps_what_an_episode_computed_samples_the_same(tmp_path
         ][: 3 - turn]
 
 
+def test_a_sampler_recalls_only_what_the_same_weights_computed_of_the_same_tokens(tmp_path: Path) -> None:
+    school = School(tmp_path / "0", 0, COURSE)
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir(exist_ok=True)
+        write_untrained(tmp_path / str(seed), school.codec, seed)
+    keeping, forgetting = DenseSampler(tmp_path / "0", 512, num_kept=2), DenseSampler(tmp_path / "0", 512)
+    for one in (keeping, forgetting):
+        for version in (0, 1):
+            one.add(version, tmp_path / str(version))
+    first, other, *_ = (one.token_ids.tolist()[:90] for one in school.practice(3))
+    assert first != other
+    [answer] = keeping.generate(0, [Request(first, 5, 7, 0)], school.codec.stop_ids)
+    forgetting.generate(0, [Request(first, 5, 7, 0)], school.codec.stop_ids)
+    longer = [*first, *answer.ids, *other[:3]]
+    for version, ids in ((1, longer), (0, [*other, *longer[90:]]), (0, longer[:80])):
+        kept = dict(keeping._kept)
+        [mine], [theirs] = (
+            one.generate(version, [Request(ids, 5, 7, 5)], school.codec.stop_ids) for one in (keeping, forgetting)
+        )
+        assert mine.ids == theirs.ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
+        keeping._kept.clear()
+        keeping._kept.update(kept)
+
+
 def test_a_cooler_sampler_records_the_log_probs_that_it_drew_by() -> None:
     logits_BV = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     requests = [Request([1], 1, 7, 0, temperature) for temperature in (1.0, 0.6)]

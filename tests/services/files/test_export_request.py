@@ -15,7 +15,7 @@ from gspo_core.log.lineage import Lineage
 from gspo_core.position import Position
 from services.files.checkpoints import CheckpointStore
 from services.files.export import ExportFailed, ExportStopped, export_checkpoint
-from services.files.export_claim import PATIENCE_S, ExportClaim, ExportRequest, requested_in
+from services.files.export_claim import PATIENCE_S, STALE_S, ExportClaim, ExportRequest, requested_in
 from services.files.job_dir import JobDir, JobsDir
 from tests.patience import HANG_S
 
@@ -173,3 +173,17 @@ def test_an_export_of_a_job_that_is_removed_meanwhile_does_not_bring_it_back(
     exporting.join(HANG_S)
     assert [type(one) for one in raised] == [FileNotFoundError]
     assert list(job.path.parent.iterdir()) == []
+
+
+def test_whether_a_holder_has_died_is_told_from_one_look(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two its holder may end well."""
+    claim, mine = (ExportClaim(job.export(AT), clock=lambda: now[0]) for _ in range(2))
+    now = [1000.0]
+    assert not claim.is_abandoned
+    assert mine.take()
+    now[0] += STALE_S
+    assert claim.is_abandoned
+    looks: list[Path] = []
+    monkeypatch.setattr(Path, "stat", lambda path, **_: (looks.append(path), os.stat(path))[1])
+    assert claim.is_abandoned
+    assert len(looks) == 1

@@ -265,6 +265,30 @@ async def test_a_trainer_that_ends_leaves_the_request_to_the_next(
     assert names(job) == [job.export(AT).name]
 
 
+async def test_a_trainer_that_ends_gives_up_its_claim_before_its_thread_does(
+    job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]
+) -> None:
+    """Its process may end first; a claim that is left would count as a death."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def stuck(_job: JobDir, _epoch: int, _step: int, _target: Path, _goes_on: Callable[[], bool]) -> Path:
+        begun.set()
+        may_end.wait(HANG_S)
+        raise ExportStopped("nobody waits")
+
+    doing(stuck)
+    errands = asyncio.create_task(ExportErrands(jobs).run())
+    try:
+        assert await asyncio.to_thread(begun.wait, HANG_S)
+        claim = ExportClaim(job.export(AT))
+        assert claim.is_held
+        await cancel_all([errands])
+        assert not claim.is_held
+        assert ExportRequest(job.export(AT)).is_open
+    finally:
+        may_end.set()
+
+
 def test_an_export_that_nobody_wants_any_more_is_stopped(
     job: JobDir, jobs: JobsDir, doing: Callable[[Export], None]
 ) -> None:
