@@ -1,20 +1,23 @@
 """What a stack of containers must stand: `python -m tests.e2e.compose_check` while `docker compose up` is up.
 
-A job that is submitted to the published port learns while a rollout worker and Redis are killed; ``gspo`` of the image
-lists jobs; the wall around the environments is tried from inside; with ``--agents`` a job of agents is trained while a
-gateway is killed; with ``--rolling`` every service is restarted in turn under a job, with ``--restore`` one goes on
-from a backup after its data and Redis are gone. It needs `docker` and whatever that needs to find the engine, and, to
-kill from outside, to be root.
+A job that is submitted to the published port learns while a rollout worker and Redis are killed, and its model is
+exported by the trainer, fetched from the API and evaluated; ``gspo`` of the image lists jobs; the wall around the
+environments is tried from inside; with ``--agents`` a job of agents is trained while a gateway is killed; with
+``--rolling`` every service is restarted in turn under a job, with ``--restore`` one goes on from a backup after its
+data and Redis are gone. It needs `docker` and whatever that needs to find the engine, and, to kill from outside, to be
+root.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -221,6 +224,48 @@ def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) 
     say(f"held-out success {before:.0%} before, {after:.0%} after {steps} steps; {result['num_groups']} groups")
     if 100 * (after - before) < gain_points:
         raise CheckFailed(f"it rose by {100 * (after - before):.0f} points; {gain_points:.0f} were expected")
+    export(client, run)
+
+
+def exported(client: Client, run: Run) -> tuple[str, str]:
+    """The newest checkpoint, and where its model lies in containers that hold the data: asked of the API."""
+    wait("a checkpoint", lambda: next(client.checkpoints(run.id), None) is not None, 300)
+    checkpoint, started = next(client.checkpoints(run.id))["id"], time.monotonic()
+    client.export_checkpoint(checkpoint)
+    wait("the export", lambda: client.checkpoint(checkpoint)["export"]["status"] != "exporting", 300)
+    found = client.checkpoint(checkpoint)["export"]
+    if found["status"] != "ready":
+        raise CheckFailed(f"the export of {checkpoint} is {found['status']}: {found['message']}")
+    say(f"a trainer exported {found['path']} {time.monotonic() - started:.0f} s after the API was asked for it")
+    return checkpoint, f"/data/{found['path']}"
+
+
+def fetch(client: Client, checkpoint: str, sums: str) -> None:
+    """From the API, and compare it with ``sums``, which `sha256sum` said of the files where they lie."""
+    expected = {Path(line.split()[1]).name: line.split()[0] for line in sums.splitlines()}
+    if missing := {"config.json", "model.safetensors", "tokenizer.json"} - expected.keys():
+        raise CheckFailed(f"the export holds {sorted(expected)}, without {sorted(missing)}")
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        files = list(client.fetch_export(checkpoint, Path(folder) / "model").iterdir())
+        took_s, num_bytes = time.monotonic() - started, sum(file.stat().st_size for file in files)
+        if {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files} != expected:
+            raise CheckFailed(f"what the API gave is not what lies there: {expected}")
+    say(f"fetched it from the API, {num_bytes / 1e6:.1f} MB in {took_s:.1f} s, byte for byte what lies there")
+
+
+def export(client: Client, run: Run) -> None:
+    checkpoint, lies_in = exported(client, run)
+    fetch(client, checkpoint, compose("exec", "-T", "trainer", "sh", "-c", f"sha256sum {lies_in}/*"))
+    world = ("--env", "environments.calculator:Calculator", "--n", "20", "--out", "/tmp/evaluated")
+    said_success("trainer", compose("exec", "-T", "trainer", "gspo", "eval", lies_in, *world))
+
+
+def said_success(where: str, said: str) -> None:
+    scored = [" ".join(line.split()) for line in said.splitlines() if line.split()[:1] == ["success"]]
+    if len(scored) != 1:
+        raise CheckFailed(f"gspo eval in {where}: {said}")
+    say(f"gspo eval of it in {where}, on 20 tasks: {scored[0]}")
 
 
 def train_agents(client: Client, seed: int, steps: int = 6) -> None:

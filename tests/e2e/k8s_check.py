@@ -25,7 +25,7 @@ from gspo_core.client import Client
 from services.launch.first_secrets import make_secrets
 from tests.apparatus.k8s.lowered import lowered
 from tests.e2e import k8s_report
-from tests.e2e.compose_check import SAID, CheckFailed, Run, say, wait
+from tests.e2e.compose_check import SAID, CheckFailed, Run, exported, fetch, said_success, say, wait
 
 HERE = Path(__file__).parents[1] / "apparatus" / "k8s"
 OVERLAY = HERE / "overlay"
@@ -189,30 +189,16 @@ def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) 
 
 
 def export(client: Client, run: Run) -> str:
-    """Where the newest checkpoint lies as a model, in the trainer's pod: asked of the API, as `gspo export` does."""
-    wait("a checkpoint", lambda: next(client.checkpoints(run.id), None) is not None, 300)
-    checkpoint, started = next(client.checkpoints(run.id))["id"], time.monotonic()
-    client.export_checkpoint(checkpoint)
-    wait("the export", lambda: client.checkpoint(checkpoint)["export"]["status"] != "exporting", 300)
-    found = client.checkpoint(checkpoint)["export"]
-    if found["status"] != "ready":
-        raise CheckFailed(f"the export of {checkpoint} is {found['status']}: {found['message']}")
-    lies_in = f"/data/{found['path']}"
-    names = kubectl("exec", "trainer-0", "--", "ls", lies_in).split()
-    if missing := {"config.json", "model.safetensors", "tokenizer.json"} - set(names):
-        raise CheckFailed(f"{lies_in} holds {names}, without {sorted(missing)}")
-    say(f"the trainer exported {lies_in} {time.monotonic() - started:.0f} s after the API was asked for it")
+    """Where the newest checkpoint lies as a model, in the trainer's pod."""
+    checkpoint, lies_in = exported(client, run)
+    fetch(client, checkpoint, kubectl("exec", "trainer-0", "--", "sh", "-c", f"sha256sum {lies_in}/*"))
     return lies_in
 
 
 def evaluate(lies_in: str) -> None:
     """In the trainer's pod, as the page has it typed."""
     world = ("--env", "environments.calculator:Calculator", "--n", "20", "--out", "/tmp/evaluated")
-    said = kubectl("exec", "trainer-0", "--", "gspo", "eval", lies_in, *world).splitlines()
-    scored = [" ".join(line.split()) for line in said if line.split()[:1] == ["success"]]
-    if len(scored) != 1:
-        raise CheckFailed(f"gspo eval there: {said}")
-    say(f"gspo eval of it there, on 20 tasks: {scored[0]}")
+    said_success("trainer-0", kubectl("exec", "trainer-0", "--", "gspo", "eval", lies_in, *world))
 
 
 def cancel(client: Client, run: Run) -> None:
