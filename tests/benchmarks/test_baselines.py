@@ -62,7 +62,7 @@ def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
     assert all(one == others[0] for one in others)
     assert [found.pop("tasks") for found in sustained] == [HELD_OUT[one.model] for one in SUSTAINED]
     assert all(one | {"tasks": 100} in ({**others[0], "every": every} for every in (12, 16, 24)) for one in sustained)
-    worlds = [one.model if one.model in WORLDS else "" for one in RUNNABLE]
+    worlds = [(one.model if one.model in WORLDS else "", one.groups_per_step) for one in RUNNABLE]
     for kind in set(worlds):
         alike = [job for job, one in zip(shared, worlds, strict=True) if one == kind]
         assert all(job == alike[0] for job in alike)
