@@ -42,12 +42,12 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 
 
 @router.get(
-    "/export/files/{name:path}",
+    "/export/files/{file:path}",
     response_class=StreamingResponse,
     responses={200: {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}, **documented(416)},
 )
 async def download_export_file(
-    job: str, epoch: Number, step: Number, name: str, request: Request, context: ContextOf
+    job: str, epoch: Number, step: Number, file: str, request: Request, context: ContextOf
 ) -> Response:
     """One file of a ready export, by its `path`. With `Range: bytes=N-` it is gone on with from byte N, and with
     `If-Range` only where it still has that `ETag`."""
@@ -56,12 +56,12 @@ async def download_export_file(
     await context.store.jobs.get(job)
     job_dir, at = context.history.job_dir(job), Position(epoch, step)
     try:
-        found = await asyncio.to_thread(context.exports.file, job_dir, at, name)
+        found = await asyncio.to_thread(context.exports.file, job_dir, at, file)
         if found is not None:
             return await asyncio.to_thread(file_download, found, request.headers, BINARY)
     except FileNotFoundError:  # it was removed meanwhile
         pass
-    message = f"the export of this checkpoint is not ready, or has no file {name[:80]!r}: its checkpoint lists them"
+    message = f"the export of this checkpoint is not ready, or has no file {file[:80]!r}: its checkpoint lists them"
     raise RequestRefused(404, "export_file_not_found", message)
 
 

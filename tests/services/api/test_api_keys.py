@@ -95,6 +95,7 @@ ROUTES = (
     ("POST", "/v1/environments/uploads?name=a&ref=a.py:A", "env:upload"),
     ("GET", "/v1/checkpoints/{job}/1/1", "jobs:read"),
     ("POST", "/v1/checkpoints/{job}/1/1/export", "jobs:write"),
+    ("GET", "/v1/checkpoints/{job}/1/1/export/files/config.json", "jobs:write"),
     ("DELETE", "/v1/checkpoints/{job}/1/1", "jobs:write"),
     ("GET", "/v1/models", "jobs:read"),
     ("POST", "/v1/fine_tuning/jobs", "jobs:write"),
@@ -141,7 +142,7 @@ ROUTES = (
 # What a key that may is told of what is not there, or of a request without a body.
 NOT_THERE = (
     "group_not_found",
-    "replay_not_found",
+    *("replay_not_found", "export_file_not_found"),
     *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
     *("worker_not_found", "engine_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
     *("job_over", "agents_do_not_pull", "lease_over", "trace_not_found", "job_not_over"),

@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/environments/{environment}/try": {"turns": [{"text": "42"}]},
 }
 NAMES = {
-    **{"epoch": "1", "step": "1", "group": "0", "member": "0", "index": "0"},
+    **{"epoch": "1", "step": "1", "group": "0", "member": "0", "index": "0", "file": "config.json"},
     **{"lease": "0" * 32, "trace": "0" * 32, "key": "0" * 12, "replay": "0" * 16},
 }
 # Nobody has talked.
@@ -59,6 +59,9 @@ async def job(store: Store, bus: Bus, tmp_path: Path) -> RecordedJob:
     path = JobDir(tmp_path / "jobs" / job.id).checkpoints / step_name(Position(1, 1))
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
+    export = JobDir(tmp_path / "jobs" / job.id).export(Position(1, 1))
+    export.mkdir(parents=True)
+    (export / "config.json").write_bytes(b"{}")
     return job
 
 
