@@ -134,7 +134,7 @@ _LEASES = re.compile(r"/v1/jobs/[^/]+/(episodes:lease$|leases/)")
 # Their answers may show episodes token by token; asking costs computing time.
 _REPLAYS = re.compile(r"/v1/jobs/[^/]+/replays(/|$)")
 # Who may have a model written may have it.
-_WEIGHTS = re.compile(r"/v1/checkpoints/.*/export/files(/|$)")
+_WEIGHTS = re.compile(r"/v1/checkpoints/[^/]+/[^/]+/[^/]+/export/files(/|$)")
 _EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes|traces)([/.]|$)")
 
 

@@ -149,6 +149,14 @@ NOT_THERE = (
 )
 
 
+async def test_no_way_of_writing_an_address_gives_weights_to_a_key_that_reads(app: FastAPI):
+    made = await make(app, owner="alice", scopes="jobs:read")
+    for step in ("1", "1%0A", "%0A1", "1%20", "01"):
+        for file in ("config.json", "a%0Ab", "%0A"):
+            refused = await ask(app, "GET", f"/v1/checkpoints/job_1/1/{step}/export/files/{file}", made["key"])
+            assert error_of(refused)["code"] == "scope_required", (step, file)
+
+
 def test_the_table_of_scopes_names_every_route(app: FastAPI):
     named = {(method, path.partition("?")[0]) for method, path, _ in ROUTES}
     there = {
