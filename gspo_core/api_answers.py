@@ -428,9 +428,11 @@ class CheckpointExport(TypedDict):
     path: str | None
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
-    """Why it failed, or what it waits for."""
+    """Why it failed, what it waits for, or why its files are not listed."""
     files: NotRequired[list[CheckpointFile]]
     """Once it is ready: each is found at `/export/files/` + path."""
+    written_at: NotRequired[str | None]
+    """When it was, once it is ready: files of one export have been fetched where this is as it was."""
 
 
 class CheckpointDetail(Checkpoint):

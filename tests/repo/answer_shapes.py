@@ -72,7 +72,7 @@ NOT_REQUIRED = {
         "EpisodeDetail.evidence",
         "EpisodeDetail.evidence_left_out",
     ),
-    *("EpisodeLease.reward_key", "TraceDetail.tokens", "CheckpointExport.files"),
+    *("EpisodeLease.reward_key", "TraceDetail.tokens", "CheckpointExport.files", "CheckpointExport.written_at"),
 }
 DOCS = {
     "Drain": "A process that was asked to leave, or an engine to be left alone: engines alone have `state` and `job`.",

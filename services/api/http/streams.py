@@ -75,13 +75,24 @@ async def _while_admitted(
         yield piece
 
 
+@contextlib.contextmanager
+def seated(scope: Scope) -> Iterator[None]:
+    """A seat of the caller of this request. Raises RequestRefused 429 and 503."""
+    streams: Streams = scope["app"].state.context.streams
+    caller = scope["caller"]
+    with streams.seat(caller.name, is_alone=caller.is_keyless):
+        yield
+
+
 class BoundedStream(StreamingResponse):
     """A stream that takes one of its caller's seats while it lasts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: Streams = scope["app"].state.context.streams
-        caller = scope["caller"]
+        with seated(scope):
+            await self.send_seated(scope, receive, send)
+
+    async def send_seated(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Where its caller has a seat."""
         breaks_off = self.media_type != EVENTS
         self.body_iterator = _while_admitted(self.body_iterator, scope["is_admitted"], breaks_off=breaks_off)
-        with streams.seat(caller.name, is_alone=caller.is_keyless):
-            await super().__call__(scope, receive, send)
+        await super().__call__(scope, receive, send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import Path, Request
+from fastapi import Path
 from starlette.responses import Response, StreamingResponse
 
 from gspo_core.position import Position
@@ -46,23 +46,18 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
     response_class=StreamingResponse,
     responses={200: {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}, **documented(416)},
 )
-async def download_export_file(
-    job: str, epoch: Number, step: Number, file: str, request: Request, context: ContextOf
-) -> Response:
+async def download_export_file(job: str, epoch: Number, step: Number, file: str, context: ContextOf) -> Response:
     """One file of a ready export, by its `path`. With `Range: bytes=N-` it is gone on with from byte N, and with
     `If-Range` only where it still has that `ETag`."""
-    from services.api.http.file_download import file_download  # few models are fetched
+    from services.api.http.file_download import FileDownload  # few models are fetched
 
     await context.store.jobs.get(job)
-    job_dir, at = context.history.job_dir(job), Position(epoch, step)
-    try:
-        found = await asyncio.to_thread(context.exports.file, job_dir, at, file)
-        if found is not None:
-            return await asyncio.to_thread(file_download, found, request.headers, BINARY)
-    except FileNotFoundError:  # it was removed meanwhile
-        pass
     message = f"the export of this checkpoint is not ready, or has no file {file[:80]!r}: its checkpoint lists them"
-    raise RequestRefused(404, "export_file_not_found", message)
+    missing = RequestRefused(404, "export_file_not_found", message)
+    found = await asyncio.to_thread(context.exports.file, context.history.job_dir(job), Position(epoch, step), file)
+    if found is None:
+        raise missing
+    return FileDownload(found, BINARY, missing)
 
 
 @router.delete("", status_code=204, responses=documented(409))

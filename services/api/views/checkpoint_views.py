@@ -38,9 +38,11 @@ class ExportView(View):
     path: str | None
     """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
-    """Why it failed, or what it waits for."""
+    """Why it failed, what it waits for, or why its files are not listed."""
     files: list[CheckpointFile]
     """Once it is ready: each is found at `/export/files/` + path."""
+    written_at: str | None
+    """When it was, once it is ready: files of one export have been fetched where this is as it was."""
 
 
 class CheckpointDetail(CheckpointView):

@@ -13,7 +13,9 @@ import contextlib
 import os
 import stat
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from gspo_core.position import Position
 from services.api.views.checkpoint_views import CheckpointFile, ExportView
@@ -39,14 +41,14 @@ class Exports:
             return _ready(job_dir, path)
         claim = ExportClaim(path)
         if path in self._running or claim.is_held:
-            return ExportView(status="exporting", path=None, files=[], message=None)
+            return _unready("exporting", None)
         request = ExportRequest(path)
         if request.is_open:
-            return ExportView(status="exporting", path=None, files=[], message=request.waits_for)
+            return _unready("exporting", request.waits_for)
         failure = self._unwritten.get(path) or claim.failure or request.given_up
         if _is_listed(path):  # it became ready since it was looked for first
             return _ready(job_dir, path)
-        return ExportView(status="none" if failure is None else "failed", path=None, files=[], message=failure)
+        return _unready("none" if failure is None else "failed", failure)
 
     def file(self, job_dir: JobDir, at: Position, name: str) -> Path | None:
         """The file of a ready export that is listed so. Blocking: call it in a thread."""
@@ -112,13 +114,25 @@ class Exports:
 
 
 def _ready(job_dir: JobDir, path: Path) -> ExportView:
-    return ExportView(status="ready", path=job_dir.shown(path), message=None, files=_files(path))
+    try:
+        files, written_at = _files(path), datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
+    except FileNotFoundError:  # it has just been removed
+        return _unready("none", None)
+    except OSError as error:
+        message = f"its files cannot be listed: {error.strerror}, {job_dir.shown(Path(error.filename or path))}"
+        return ExportView(status="ready", path=job_dir.shown(path), message=message, files=[], written_at=None)
+    return ExportView(status="ready", path=job_dir.shown(path), message=None, files=files, written_at=written_at)
+
+
+def _unready(status: Literal["none", "exporting", "failed"], message: str | None) -> ExportView:
+    return ExportView(status=status, path=None, message=message, files=[], written_at=None)
 
 
 def _files(path: Path) -> list[CheckpointFile]:
-    """All that an export has. A link is none of its files, wherever it leads."""
+    """All that an export has. A link is none of its files, wherever it leads. Raises OSError where some cannot be
+    seen."""
     found = []
-    for folder, _, names in os.walk(path):
+    for folder, _, names in os.walk(path, onerror=_unless_gone):
         for name in names:
             file = Path(folder) / name
             with contextlib.suppress(FileNotFoundError):  # it is just being removed
@@ -126,6 +140,11 @@ def _files(path: Path) -> list[CheckpointFile]:
                 if stat.S_ISREG(about.st_mode):
                     found.append(CheckpointFile(path=file.relative_to(path).as_posix(), size_bytes=about.st_size))
     return sorted(found, key=lambda one: one.path)
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _is_listed(path: Path) -> bool:

@@ -56,6 +56,7 @@ async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
         {"path": "learner/rank-00000.safetensors", "size_bytes": 100},
         {"path": "manifest.json", "size_bytes": 2},
     ]
+    assert detail["export"].pop("written_at") is not None
     assert detail["export"] == {
         "object": "checkpoint.export",
         "status": "ready",
