@@ -41,6 +41,7 @@ from gspo_core.api_answers import (
 )
 from gspo_core.client_checkpoints import CheckpointCalls
 from gspo_core.client_errors import ClientError as ClientError
+from gspo_core.client_errors import Unreachable as Unreachable
 from gspo_core.client_forks import ForkCalls
 from gspo_core.client_leases import LeaseCalls, RequestParts
 from gspo_core.client_replays import ReplayCalls
@@ -101,10 +102,6 @@ class _Metrics(TypedDict):
     has_more: bool
 
 
-class Unreachable(ClientError):
-    """Nothing answers at the address, or not to the end, after several tries."""
-
-
 class ApiError(ClientError):
     """The API refused. `code` is for programs, `message` for people, `param` names what is to blame."""
 
@@ -117,6 +114,7 @@ class ApiError(ClientError):
         param: str | None = None,
         request_id: str | None = None,
         errors: tuple[FoundProblem, ...] = (),
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(f"{message} [{code}]")
         self.status = status
@@ -126,6 +124,7 @@ class ApiError(ClientError):
         self.request_id = request_id
         self.errors = errors
         """Everything that is wrong, where it is more than one thing."""
+        self.retry_after_s = retry_after_s
 
 
 class Spec(Protocol):
@@ -378,7 +377,6 @@ class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         ``on_wait`` is told when a connection was lost, with how often in a row it has failed.
         """
         failures, was_connected = 0, False
-        retry_after_s: float | None = None
         while True:
             try:
                 for event in self._stream(job_id, after):
@@ -389,11 +387,16 @@ class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
                         return
                     after = event.id or after
                     yield event
-            except (self._httpx.TransportError, _Later) as error:
+                retry_after_s = None
+            except self._httpx.TransportError as error:
                 is_absent = isinstance(error, self._httpx.ConnectError) and not was_connected
-                retry_after_s = error.retry_after_s if isinstance(error, _Later) else None
                 if is_absent or failures >= STREAM_RETRIES:
-                    raise (error.answer if isinstance(error, _Later) else _unreachable(self._http, error)) from error
+                    raise _unreachable(self._http, error) from error
+                retry_after_s = None
+            except ApiError as error:
+                if error.status not in RETRIED or failures >= STREAM_RETRIES:
+                    raise
+                retry_after_s = error.retry_after_s
             on_wait(failures)
             self._sleep(_delay(failures, retry_after_s))
             failures += 1
@@ -408,8 +411,6 @@ class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         with self._http.stream("GET", _job_path(job_id, "/events"), headers=headers, timeout=timeout) as answer:
             if answer.status_code != 200:
                 answer.read()
-                if answer.status_code in RETRIED:
-                    raise _Later(_api_error(answer), _retry_after_s(answer))
                 raise _api_error(answer)
             yield from parse_events(answer.iter_lines())
 
@@ -427,11 +428,11 @@ class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
         except self._httpx.TransportError as error:
             raise _unreachable(self._http, error) from error
 
-    def _wait_before_another(self, attempt: int, error: Exception) -> None:
+    def _wait_before_another(self, attempt: int, error: ClientError) -> None:
         """Raises ``error`` where another attempt would not help."""
         if not isinstance(error, Unreachable) and not (isinstance(error, ApiError) and error.status in RETRIED):
             raise error
-        self._sleep(_delay(attempt))
+        self._sleep(_delay(attempt, error.retry_after_s if isinstance(error, ApiError) else None))
 
     def _remove(self, path: str, gone: str) -> None:
         try:
@@ -473,15 +474,6 @@ class Client(CheckpointCalls, ForkCalls, LeaseCalls, ReplayCalls, TrafficCalls):
                 wait_s = _delay(attempt, _retry_after_s(answer))
             self._sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
-
-
-class _Later(Exception):
-    """The API is there, but cannot answer now."""
-
-    def __init__(self, answer: ApiError, retry_after_s: float | None) -> None:
-        super().__init__(str(answer))
-        self.answer = answer
-        self.retry_after_s = retry_after_s
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -553,7 +545,8 @@ def _api_error(answer: httpx.Response) -> ApiError:
             param=error.get("param"),
             request_id=error.get("request_id"),
             errors=tuple(error.get("errors", ())),
+            retry_after_s=_retry_after_s(answer),
         )
     except (ValueError, KeyError, TypeError):
         message = f"status {answer.status_code} without an explanation; is {answer.url} the API?"
-        return ApiError(answer.status_code, "unknown", message)
+        return ApiError(answer.status_code, "unknown", message, retry_after_s=_retry_after_s(answer))

@@ -1,34 +1,33 @@
 """The calls of the client for checkpoints: listed, exported as models, fetched, removed.
 
-Rule: a fetched export appears whole or not at all. A connection that breaks is gone on with where it broke, as long as
-the file is still the same one.
+Rule: a fetched export appears whole or not at all, and all its files are of one export. What one call has not brought
+to its end is removed, but for a process that is killed: it leaves a hidden folder beside the directory.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Protocol, TypeVar, Unpack
 from urllib.parse import quote
 
-from gspo_core.api_answers import Checkpoint, CheckpointDetail, CheckpointFile
+from gspo_core.api_answers import Checkpoint, CheckpointDetail, CheckpointExport, CheckpointFile
 from gspo_core.client_errors import ClientError
+from gspo_core.client_fetching import ExportIncomplete, fetch_file
 from gspo_core.client_leases import RequestParts
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
-# In a row without a byte of progress.
-TRIES = 8
-
-
-class ExportIncomplete(ClientError):
-    """The installation does not give all files of the export; the message says why."""
+OLDER_SERVICE = "the service is of an older release, which gives no files over HTTP"
 
 
 class CheckpointCalls(Protocol):
@@ -44,7 +43,7 @@ class CheckpointCalls(Protocol):
         self, path: str, params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None
     ) -> AbstractContextManager[httpx.Response]: ...
 
-    def _wait_before_another(self, attempt: int, error: Exception) -> None: ...
+    def _wait_before_another(self, attempt: int, error: ClientError) -> None: ...
 
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
         """The checkpoints of a job that are kept, newest first."""
@@ -64,45 +63,26 @@ class CheckpointCalls(Protocol):
         """Copy the files of a ready export from the installation into ``directory``, which must not exist and appears
         whole. ``told``: after each piece, the file and how many of its bytes are there. Raises ExportIncomplete,
         OSError."""
-        files = self.checkpoint(checkpoint_id)["export"].get("files")
-        if not files:
-            raise ExportIncomplete(f"the export of {checkpoint_id} is not ready, or an older service keeps it")
-        if directory.exists():
-            raise FileExistsError(f"{directory} is there already")
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        beside = directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
+        export = self.checkpoint(checkpoint_id)["export"]
+        files = _listed(checkpoint_id, export)
+        beside = _place_beside(directory, sum(file["size_bytes"] for file in files))
         try:
             for file in files:
                 target = beside / _inner(file["path"])
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._fetch_file(checkpoint_id, file, target, told)
-            os.rename(beside, directory)
-        finally:
+                ask = partial(self._download, f"{_path(checkpoint_id)}/export/files/{quote(file['path'])}", None)
+                fetch_file(ask, self._wait_before_another, file, target, partial(told, file))
+            if self.checkpoint(checkpoint_id)["export"] != export:
+                raise ExportIncomplete(f"the export of {checkpoint_id} is another one by now: fetch it again")
+        except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
+            raise
+        try:
+            os.rename(beside, directory)
+        except OSError as error:
+            message = f"all of it was fetched and lies in {beside}, which cannot be renamed: {error.strerror}"
+            raise ExportIncomplete(message) from error
         return directory
-
-    def _fetch_file(
-        self, checkpoint_id: str, file: CheckpointFile, target: Path, told: Callable[[CheckpointFile, int], None]
-    ) -> None:
-        tag, attempt = "", 0
-        with target.open("xb") as out:
-            while True:
-                begun = out.tell()
-                path = f"{_path(checkpoint_id)}/export/files/{quote(file['path'])}"
-                try:
-                    with self._download(path, headers=_going_on(begun, tag)) as answer:
-                        tag = answer.headers.get("etag", "")
-                        _write(answer, out, lambda done: told(file, done))
-                    break
-                except ClientError as error:
-                    if out.tell() == file["size_bytes"]:
-                        break
-                    attempt = 1 if out.tell() > begun else attempt + 1
-                    if attempt > TRIES:
-                        raise
-                    self._wait_before_another(attempt, error)
-            if out.tell() != file["size_bytes"]:
-                raise ExportIncomplete(f"{file['path']} has {out.tell()} bytes, and should have {file['size_bytes']}")
 
     def remove_checkpoint(self, checkpoint_id: str) -> None:
         """Gone already is as good."""
@@ -113,22 +93,31 @@ def _path(checkpoint_id: str) -> str:
     return f"/v1/checkpoints/{quote(checkpoint_id, safe='/')}"
 
 
+def _listed(checkpoint_id: str, export: CheckpointExport) -> list[CheckpointFile]:
+    """Raises ExportIncomplete where there is nothing to fetch."""
+    if export["status"] != "ready":
+        raise ExportIncomplete(f"the export of {checkpoint_id} is not ready: it is {export['status']!r}")
+    if "files" not in export:
+        raise ExportIncomplete(f"{OLDER_SERVICE}: copy {export['path']} out of its data directory")
+    if not export["files"]:
+        raise ExportIncomplete(f"the export of {checkpoint_id} gives no files: {export['message']}")
+    return export["files"]
+
+
+def _place_beside(directory: Path, num_bytes: int) -> Path:
+    """A folder that does not exist yet, for what shall become ``directory``. Raises OSError."""
+    if os.path.lexists(directory):
+        raise FileExistsError(errno.EEXIST, "it is there already", str(directory))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory.parent).free
+    if free < num_bytes:
+        message = f"it takes {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
+        raise OSError(errno.ENOSPC, message, str(directory))
+    return directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
+
+
 def _inner(path: str) -> str:
-    """Raises ExportIncomplete where it leads out of a directory."""
-    if not path or path.startswith("/") or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+    """Raises ExportIncomplete where it leads out of a directory, on any system."""
+    if re.search(r"[\\:\x00-\x1f]", path) or any(part in ("", ".", "..") for part in path.split("/")):
         raise ExportIncomplete(f"{path!r} is no name of a file in an export")
     return path
-
-
-def _going_on(start: int, tag: str) -> dict[str, str]:
-    """Plain bytes, as their number is what is gone on from."""
-    return {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-", "If-Range": tag} if start and tag else {})
-
-
-def _write(answer: httpx.Response, out: BinaryIO, told: Callable[[int], None]) -> None:
-    if answer.status_code != 206:  # it is given from its beginning
-        out.seek(0)
-        out.truncate()
-    for piece in answer.iter_raw():
-        out.write(piece)
-        told(out.tell())

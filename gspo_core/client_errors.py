@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class ClientError(Exception):
     """Base of the client's errors."""
+
+
+class Unreachable(ClientError):
+    """Nothing answers at the address, or not to the end, after several tries."""

@@ -144,7 +144,11 @@ def _add_reading(commands: argparse._SubParsersAction[CommandParser]) -> None:
     form.add_argument("--json", dest="form", action="store_const", const="json", help="one JSON object per step")
     metrics.set_defaults(run=_metrics)
     export = commands.add_parser("export", help="write a checkpoint's weights as a plain model directory")
-    export.add_argument("where", metavar="JOB[@STEP]", help="a job, and a step with a checkpoint (default: its newest)")
+    export.add_argument(
+        "where",
+        metavar="JOB[@STEP]",
+        help="a job, and a step with a checkpoint (default: its newest); or JOB/EPOCH/STEP",
+    )
     export.add_argument("--to", type=Path, metavar="DIR", help="fetch it from the service into this new directory")
     export.set_defaults(run=_export)
     for action in (logs, metrics, export):
@@ -307,10 +311,12 @@ def _metrics(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import reading
 
-    job, is_given, step = arguments.where.partition("@")
-    if is_given and not step.isdecimal():
-        raise CommandError(f"{arguments.where}: write JOB or JOB@STEP")
-    return reading.export(arguments.url, _place(arguments.url, job), int(step) if is_given else None, arguments.to)
+    asked = re.fullmatch(r"([^@]+?)(?:@(\d{1,15})|/(\d{1,15})/(\d{1,15}))?", arguments.where)
+    if asked is None:
+        raise CommandError(f"{arguments.where}: write JOB, JOB@STEP or JOB/EPOCH/STEP")
+    job = _place(arguments.url, asked[1])
+    step, epoch = (None if text is None else int(text) for text in (asked[2] or asked[4], asked[3]))
+    return reading.export(arguments.url, job, step, arguments.to, epoch=epoch)
 
 
 def _job(arguments: argparse.Namespace) -> str:

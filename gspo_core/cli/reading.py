@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from gspo_core.api_answers import CheckpointFile
+from gspo_core.api_answers import Checkpoint, CheckpointFile
 from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import plain, say
 from gspo_core.client import Client
-from gspo_core.client_checkpoints import ExportIncomplete
+from gspo_core.client_checkpoints import OLDER_SERVICE
+from gspo_core.client_fetching import ExportIncomplete
 
 POLL_S = 0.5
 TOLD_EVERY_S = 5.0
@@ -70,19 +73,22 @@ def _aligned(columns: Sequence[str], rows: Sequence[dict[str, float]]) -> list[s
     return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def export(url: str, job_id: str, step: int | None, to: Path | None) -> int:
+def export(url: str, job_id: str, step: int | None, to: Path | None, *, epoch: int | None = None) -> int:
     """The weights of a checkpoint as a plain model directory; prints where it lies, for the service that wrote it, or
-    here where it is fetched."""
-    if to is not None and to.exists():
+    here where it is fetched. ``epoch``: of the step, where the newest with such a step is not meant."""
+    if to is not None and os.path.lexists(to):
         raise CommandError(f"{to} is there already: name a directory that is not")
     with connected(url) as client:
         kept = list(client.checkpoints(job_id))
         if not kept:
             raise CommandError(f"no checkpoint of {job_id} is kept yet")
-        found = kept[0] if step is None else next((one for one in kept if one["step"] == step), None)
+        found = next((one for one in kept if step in (None, one["step"]) and epoch in (None, one["epoch"])), None)
+        if found is None and epoch is not None:
+            raise CommandError(f"no checkpoint {job_id}/{epoch}/{step} is kept: there are {_listed(kept, 'id')}")
         if found is None:
-            steps = ", ".join(str(one["step"]) for one in kept)
-            raise CommandError(f"no checkpoint of step {step} is kept: there are those of {steps}")
+            raise CommandError(f"no checkpoint of step {step} is kept: there are those of {_listed(kept, 'step')}")
+        if to is not None and "files" not in client.checkpoint(found["id"])["export"]:
+            raise CommandError(f"{OLDER_SERVICE}; without --to it is written, and the command says where")
         print(f"exporting the checkpoint of step {found['step']} ...", file=sys.stderr, flush=True)
         client.export_checkpoint(found["id"])
         path = _exported(client, found["id"])
@@ -91,6 +97,10 @@ def export(url: str, job_id: str, step: int | None, to: Path | None) -> int:
     print("it lies below the service's data directory:", file=sys.stderr, flush=True)
     print(path)
     return 0
+
+
+def _listed(kept: Sequence[Checkpoint], what: Literal["id", "step"]) -> str:
+    return ", ".join(str(one[what]) for one in kept)
 
 
 def _fetched(client: Client, checkpoint: str, to: Path) -> int:
@@ -106,8 +116,10 @@ def _fetched(client: Client, checkpoint: str, to: Path) -> int:
 
     try:
         client.fetch_export(checkpoint, to, told)
-    except (ExportIncomplete, OSError) as error:
+    except ExportIncomplete as error:
         raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{error.filename or to}: {error.strerror}") from error
     print(to)
     return 0
 

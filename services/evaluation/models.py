@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo_core.client import ApiError, Client, ClientError
+from gspo_core.client import DEFAULT_URL, ApiError, Client, ClientError
 from gspo_core.evaluation.policy import PolicyUnusable
 from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir, HubKind, HubName
@@ -59,7 +59,8 @@ def _checkpoint(match: re.Match[str], api_url: str) -> FoundModel:
     if not directory.is_dir():
         raise PolicyUnusable(
             f"{checkpoint_id} lies in {path} of its installation's data directory, which is not {_data_dir().path} "
-            f"on this machine: set GSPO_DATA_DIR, or name a directory: gspo export {match['job']} --to DIR fetches it"
+            f"on this machine: set GSPO_DATA_DIR, or name a directory: gspo export {checkpoint_id} --to DIR"
+            f"{'' if api_url == DEFAULT_URL else f' --url {api_url}'} fetches it"
         )
     return FoundModel(directory, chat if isinstance(chat, dict) else {})
 

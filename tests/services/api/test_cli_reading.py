@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.api_answers import CheckpointDetail
 from gspo_core.cli import main
 from gspo_core.cli.job_table import HEADER, duration, table
+from gspo_core.client import Client
 from gspo_core.position import Position
 from services.files.job_dir import step_name
 from services.state.server import RedisServer
@@ -164,7 +166,34 @@ async def test_an_export_is_fetched_into_a_directory_that_is_not_there_yet(
     found = {file.relative_to(to).as_posix(): file.read_bytes() for file in to.rglob("*") if file.is_file()}
     assert found == {"model.safetensors": bytes(range(256)) * 9000, "adapter/adapter_config.json": b"{}"}
     assert list(to.parent.iterdir()) == [to]
-    assert "is there already" in run(api, capsys, "export", f"{job}@20", "--to", str(to), ends=1)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for there in (to, tmp_path / "link"):
+        assert "is there already" in run(api, capsys, "export", f"{job}@20", "--to", str(there), ends=1)
+    assert run(api, capsys, "export", f"{job}/1/20", "--to", str(tmp_path / "other")) == str(tmp_path / "other")
+    said = run(api, capsys, "export", f"{job}/2/20", ends=1)
+    assert f"no checkpoint {job}/2/20 is kept: there are {job}/1/20" in said
+    for unknown in (f"{job}@", f"{job}@x", f"{job}@1/20", "@20"):
+        assert "write JOB, JOB@STEP or JOB/EPOCH/STEP" in run(api, capsys, "export", unknown, ends=1)
+
+
+async def test_an_older_service_is_not_asked_for_an_export_that_it_cannot_give(
+    api: ApiProcess, submit: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit("first")
+    place = api.jobs_dir / job / "checkpoints" / step_name(Position(1, 20))
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_bytes(b"{}")
+    asked = Client.checkpoint
+
+    def older(client: Client, checkpoint: str) -> CheckpointDetail:
+        detail = asked(client, checkpoint)
+        del detail["export"]["files"]
+        return detail
+
+    monkeypatch.setattr(Client, "checkpoint", older)
+    said = run(api, capsys, "export", job, "--to", str(tmp_path / "model"), ends=1)
+    assert "the service is of an older release, which gives no files over HTTP; without --to it is written" in said
+    assert "exporting" not in said
 
 
 def test_an_address_needs_no_scheme(api: ApiProcess, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,8 +103,12 @@ def test_a_checkpoint_can_be_named(data_dir: Path) -> None:
 
 
 def test_a_checkpoint_that_this_machine_does_not_see_says_where_it_lies(data_dir: Path) -> None:
-    with Serving(READY) as api, pytest.raises(PolicyUnusable, match=f"lies in {READY['path']} of .*GSPO_DATA_DIR"):
+    with (
+        Serving(READY) as api,
+        pytest.raises(PolicyUnusable, match=f"lies in {READY['path']} of .*GSPO_DATA_DIR") as told,
+    ):
         find_model(f"{JOB}/1/40", api.url)
+    assert f"gspo export {JOB}/1/40 --to DIR --url {api.url} fetches it" in str(told.value)
 
 
 def test_an_export_that_fails_says_why() -> None:
