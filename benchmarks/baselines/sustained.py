@@ -266,6 +266,8 @@ def _differences(about: SustainedRun, found: Sequence[Row]) -> tuple[str, str]:
         lines.append(f"| {said.format(age=age)} | {len(seeds)} | {_interval(ends)} | {_interval(areas)} |")
         if beside is None:
             verdict.append(f"{labels[name]}: {_cost(pairs, 100 * ALLOWED_COST[age])}")
+    if len(lines) == 2:
+        return "None yet: a pair of cells with two seeds in common is needed.", ""
     return "\n".join(lines), "\n".join(verdict)
 
 

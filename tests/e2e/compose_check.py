@@ -241,22 +241,33 @@ def exported(client: Client, run: Run) -> tuple[str, str]:
 
 
 def fetch(client: Client, checkpoint: str, sums: str) -> None:
-    """From the API, and compare it with ``sums``, which `sha256sum` said of the files where they lie."""
-    expected = {Path(line.split()[1]).name: line.split()[0] for line in sums.splitlines()}
+    """From the API, and compare it with what ``sums_of`` its directory said."""
+    expected = {Path(line.split()[1]).as_posix(): line.split()[0] for line in sums.splitlines()}
     if missing := {"config.json", "model.safetensors", "tokenizer.json"} - expected.keys():
         raise CheckFailed(f"the export holds {sorted(expected)}, without {sorted(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        files = list(client.fetch_export(checkpoint, Path(folder) / "model").iterdir())
-        took_s, num_bytes = time.monotonic() - started, sum(file.stat().st_size for file in files)
-        if {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files} != expected:
+        model = client.fetch_export(checkpoint, Path(folder) / "model")
+        took_s, files = time.monotonic() - started, [file for file in model.rglob("*") if file.is_file()]
+        num_bytes = sum(file.stat().st_size for file in files)
+        if {file.relative_to(model).as_posix(): digest(file) for file in files} != expected:
             raise CheckFailed(f"what the API gave is not what lies there: {expected}")
     say(f"fetched it from the API, {num_bytes / 1e6:.1f} MB in {took_s:.1f} s, byte for byte what lies there")
 
 
+def sums_of(directory: str) -> list[str]:
+    """The command that says them where the directory lies, with names below it."""
+    return ["sh", "-c", f"cd {directory} && find . -type f -exec sha256sum {{}} +"]
+
+
+def digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def export(client: Client, run: Run) -> None:
     checkpoint, lies_in = exported(client, run)
-    fetch(client, checkpoint, compose("exec", "-T", "trainer", "sh", "-c", f"sha256sum {lies_in}/*"))
+    fetch(client, checkpoint, compose("exec", "-T", "trainer", *sums_of(lies_in)))
     world = ("--env", "environments.calculator:Calculator", "--n", "20", "--out", "/tmp/evaluated")
     said_success("trainer", compose("exec", "-T", "trainer", "gspo", "eval", lies_in, *world))
 

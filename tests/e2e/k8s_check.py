@@ -25,7 +25,7 @@ from gspo_core.client import Client
 from services.launch.first_secrets import make_secrets
 from tests.apparatus.k8s.lowered import lowered
 from tests.e2e import k8s_report
-from tests.e2e.compose_check import SAID, CheckFailed, Run, exported, fetch, said_success, say, wait
+from tests.e2e.compose_check import SAID, CheckFailed, Run, exported, fetch, said_success, say, sums_of, wait
 
 HERE = Path(__file__).parents[1] / "apparatus" / "k8s"
 OVERLAY = HERE / "overlay"
@@ -191,7 +191,7 @@ def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) 
 def export(client: Client, run: Run) -> str:
     """Where the newest checkpoint lies as a model, in the trainer's pod."""
     checkpoint, lies_in = exported(client, run)
-    fetch(client, checkpoint, kubectl("exec", "trainer-0", "--", "sh", "-c", f"sha256sum {lies_in}/*"))
+    fetch(client, checkpoint, kubectl("exec", "trainer-0", "--", *sums_of(lies_in)))
     return lies_in
 
 
