@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 import redis
+import torch
+from safetensors.torch import load_file
 
 from gspo_core.cli import main
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group
 from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
+from services.files.export import export_checkpoint
 from services.files.job_dir import JobDir
 from tests.apparatus.warm_python import WarmPython
 from tests.patience import HANG_S
@@ -74,6 +78,23 @@ def test_an_installation_that_was_killed_in_mid_job_is_taken_over(
             present.wait_for(f"the end of {job}", lambda job=job: succeeded(present, job), ENDED_S)  # type: ignore[misc]
             check_that_all_is_well(present, job)
         assert present.job(running)["attempt"] == 2
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=NAMES)
+def test_a_checkpoint_of_a_release_is_exported_as_what_it_published(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack(release, tmp_path)
+    monkeypatch.chdir(tmp_path)  # its job names the model by a path from there
+    job = JobDir(tmp_path / "data" / "jobs" / about(release)["jobs"][0])
+    (at,) = CheckpointStore(job).positions()
+    export_checkpoint(job, at.epoch, at.step, job.export(at))
+    published = job.path / "weights" / f"v{at.step}"
+    exported, expected = (load_file(folder / "model.safetensors") for folder in (job.export(at), published))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    for kept in ("config.json", "tokenizer.json"):
+        assert json.loads((job.export(at) / kept).read_text()) == json.loads((published / kept).read_text())
 
 
 def tree_of(revision: str, directory: Path) -> Path:
