@@ -45,7 +45,7 @@ def fetch_file(
                 with ask(_going_on(before, tag)) as answer:
                     _require_announced(answer, before, file)
                     tag, is_begun = answer.headers.get("etag", ""), True
-                    _write(answer, out, told)
+                    _write(answer, out, file, told)
                 error: ClientError = Unreachable("the answer ended early")
             except ExportIncomplete:
                 raise
@@ -96,10 +96,13 @@ def _require_size(found: int, file: CheckpointFile) -> None:
         )
 
 
-def _write(answer: httpx.Response, out: BinaryIO, told: Callable[[int], None]) -> None:
+def _write(answer: httpx.Response, out: BinaryIO, file: CheckpointFile, told: Callable[[int], None]) -> None:
+    """Raises ExportIncomplete where more comes than was announced, before it fills the disk."""
     if answer.status_code != 206:  # it is given from its beginning
         out.seek(0)
         out.truncate()
     for piece in answer.iter_raw():
+        if (there := out.tell() + len(piece)) > file["size_bytes"]:
+            _require_size(there, file)
         out.write(piece)
         told(out.tell())

@@ -199,6 +199,28 @@ def test_a_file_of_another_size_does_not_count(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_answer_without_an_end_does_not_fill_the_disk(tmp_path: Path) -> None:
+    answer = Installation([WEIGHTS], [None])
+    given: list[int] = []
+
+    def endless(request: httpx.Request) -> httpx.Response:
+        if "/export/files/" not in request.url.path:
+            return answer(request)
+
+        class Endless(httpx.SyncByteStream):
+            def __iter__(self) -> Iterator[bytes]:
+                while len(given) < 1000:
+                    given.append(1)
+                    yield bytes(4000)
+
+        return httpx.Response(200, stream=Endless())
+
+    with pytest.raises(ExportIncomplete, match="another file by now"):
+        fetched(endless, tmp_path / "model")
+    assert len(given) == len(WEIGHTS) // 4000 + 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("headers", "told"),
     [
