@@ -196,6 +196,8 @@ async def pids_that_play(stage: Stage) -> list[int]:
 
 def start_worker(stage: Stage, url: str) -> subprocess.Popen[bytes]:
     settings = {"GSPO_REDIS_URL": stage.redis_url, "GSPO_ENGINE_URLS": url, "GSPO_LEASE_S": str(LEASE_S)}
+    # Worlds keep a ledger and the ids of their processes, which behind a wall are other ones.
+    settings["GSPO_ENV_TIER"] = "process"
     environment = {**os.environ, **settings, "GSPO_DATA_DIR": str(stage.root / "data")}
     command = [sys.executable, "-m", "services.rollout", "--max-episodes", str(EPISODES_PER_WORKER)]
     return stage.start(command, env=environment)
