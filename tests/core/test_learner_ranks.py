@@ -125,7 +125,10 @@ def check_same(
             is_far = apart > TOLERANCE * moved + ROUNDING * largest
             assert is_far.float().mean() <= OTHERWISE_ROUNDED
     one_metrics, two_metrics = (json.loads((root / "metrics.json").read_text()) for root in (first, second))
-    assert one_metrics == pytest.approx(two_metrics, rel=5 * tolerance, abs=tolerance / 10)
+    assert one_metrics.keys() == two_metrics.keys()
+    for name, value in one_metrics.items():
+        rel = (10 if "_max" in name or "_min" in name else 5) * tolerance  # an extreme is what one token says
+        assert value == pytest.approx(two_metrics[name], rel=rel, abs=tolerance / 10), name
 
 
 @pytest.mark.slow
