@@ -48,6 +48,8 @@ _LOADING_S = 30.0
 # A vocabulary of 150,000 tokens on a busy machine.
 _TOKENIZER_S = 120.0
 _OURS = str(Path(__file__).resolve().parents[1])
+# One looks at a time: each turns the collector off and on again.
+_looking = threading.Lock()
 _MACHINERY = (_OURS, str(Path(asyncio.__file__).parent), threading.__file__)
 
 
@@ -229,31 +231,28 @@ def oracle_of(environment: Environment) -> Oracle | None:
 
 def _author_frame(thread: threading.Thread) -> FrameType | None:
     """The outermost call of code outside of this library that a thread is in; None where it is in none."""
-    frame, found = _frame_of(thread), None
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_MACHINERY):
-            found = frame
-        frame = frame.f_back
-    return found
-
-
-def _frame_of(thread: threading.Thread) -> FrameType | None:
-    """Without garbage being collected meanwhile: Python 3.11 before 3.11.9 stops for ever where a collection lets
-    another thread run that begins or ends (python/cpython#106883)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread.ident or -1)
-    finally:
-        if was_enabled:
-            gc.enable()
+    foreign = [frame for frame, _ in _stack_of(thread) if not frame.f_code.co_filename.startswith(_MACHINERY)]
+    return foreign[-1] if foreign else None
 
 
 def _where(thread: threading.Thread) -> str | None:
     """The innermost place outside of this library at which a thread stands; None where it stands in none."""
-    frame = _frame_of(thread)
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    foreign = [entry for entry in stack if not entry.filename.startswith(_MACHINERY)]
-    if not foreign:
-        return None
-    return f"{Path(foreign[-1].filename).name}, line {foreign[-1].lineno}, in {foreign[-1].name}"
+    for frame, line in _stack_of(thread):
+        if not (file := frame.f_code.co_filename).startswith(_MACHINERY):
+            return f"{Path(file).name}, line {line}, in {frame.f_code.co_name}"
+    return None
+
+
+def _stack_of(thread: threading.Thread) -> list[tuple[FrameType, int]]:
+    """The calls that a thread is in, innermost first, each with its line. Without garbage being collected meanwhile: in
+    Python 3.11 the first look at a call may collect, and while a collection lets the other thread run, what is looked
+    at is gone (it stops for ever before 3.11.9, python/cpython#106883, or answers with some other object)."""
+    with _looking:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(thread.ident or -1)
+            return list(traceback.walk_stack(frame)) if frame is not None else []
+        finally:
+            if was_enabled:
+                gc.enable()

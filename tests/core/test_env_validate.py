@@ -568,19 +568,40 @@ def test_threads_that_stay_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"\d+ threads are still there 0.05 s after every episode was closed", told)
 
 
-def test_frames_are_looked_at_while_no_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+class Call:
+    """Notes whether garbage was collected while somebody went on to its caller."""
 
+    f_code = SimpleNamespace(co_filename="author.py", co_name="step")
+    f_lineno = 7
+
+    def __init__(self, collecting: list[bool], depth: int) -> None:
+        self._collecting = collecting
+        self._depth = depth
+
+    @property
+    def f_back(self) -> Call | None:
+        self._collecting.append(gc.isenabled())
+        return Call(self._collecting, self._depth - 1) if self._depth else None
+
+
+def test_calls_of_another_thread_are_looked_at_while_no_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, collecting = threading.current_thread(), list[bool]()
+    monkeypatch.setattr(sys, "_current_frames", lambda: {thread.ident: Call(collecting, 2)})
+    assert isinstance(_author_frame(thread), Call)
+    assert _where(thread) == "author.py, line 7, in step"
+    assert collecting == [False] * 6
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_when_a_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def frames() -> dict[int, Any]:
-        seen.append(gc.isenabled())
         raise RuntimeError("no frames")
 
     monkeypatch.setattr(sys, "_current_frames", frames)
     for look in (_author_frame, _where):
         with pytest.raises(RuntimeError, match="no frames"):
             look(threading.current_thread())
-    assert seen == [False, False]
-    assert gc.isenabled()
+        assert gc.isenabled()
 
 
 def test_other_forms_than_a_class_are_checked_too() -> None:
