@@ -1,7 +1,8 @@
 """The calls of the client for checkpoints: listed, exported as models, fetched, removed.
 
 Rule: a fetched export appears whole or not at all, and all its files are of one export. What one call has not brought
-to its end is removed, but for a process that is killed: it leaves a hidden folder beside the directory.
+to its end is removed, but for a hidden folder beside the directory: where the process is killed, or the name was taken
+meanwhile.
 """
 
 from __future__ import annotations
@@ -113,11 +114,13 @@ def _place_beside(directory: Path, num_bytes: int) -> Path:
     if free < num_bytes:
         message = f"it takes {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
         raise OSError(errno.ENOSPC, message, str(directory))
-    return directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
+    return directory.with_name(f".{directory.name[:50]}-{uuid.uuid4().hex[:8]}")
 
 
 def _inner(path: str) -> str:
     """Raises ExportIncomplete where it leads out of a directory, on any system."""
-    if re.search(r"[\\:\x00-\x1f]", path) or any(part in ("", ".", "..") for part in path.split("/")):
+    if re.search(r"[\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]", path) or any(
+        part in ("", ".", "..") for part in path.split("/")
+    ):
         raise ExportIncomplete(f"{path!r} is no name of a file in an export")
     return path

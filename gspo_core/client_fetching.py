@@ -19,7 +19,7 @@ from gspo_core.client_errors import ClientError, Unreachable
 if TYPE_CHECKING:
     import httpx
 
-# In a row without a byte of progress.
+# In a row without a byte more than ever before.
 TRIES = 8
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
@@ -37,13 +37,13 @@ def fetch_file(
 ) -> None:
     """``ask``: for the file with these headers. ``wait``: before another attempt, with its number; raises the error
     where it would not help. ``told``: after each piece, how many bytes are there."""
-    tag, attempt, is_begun = "", 0, False
+    tag, attempt, furthest, is_begun = "", 0, 0, False
     with target.open("xb") as out:
         while True:
             before = out.tell()
             try:
                 with ask(_going_on(before, tag)) as answer:
-                    _require_announced(answer, before, file)
+                    _require_announced(answer, before, tag, file)
                     tag, is_begun = answer.headers.get("etag", ""), True
                     _write(answer, out, file, told)
                 error: ClientError = Unreachable("the answer ended early")
@@ -53,7 +53,8 @@ def fetch_file(
                 error = broke
             if is_begun and out.tell() >= file["size_bytes"]:
                 break
-            attempt = 1 if out.tell() > before else attempt + 1
+            attempt = 1 if out.tell() > furthest else attempt + 1
+            furthest = max(furthest, out.tell())
             if attempt > TRIES and isinstance(error, Unreachable):
                 where = f"{file['path']} broke off after {out.tell()} of {file['size_bytes']} bytes"
                 raise ExportIncomplete(f"{where}, and {TRIES} more tries brought nothing: {error}") from error
@@ -70,7 +71,7 @@ def _going_on(start: int, tag: str) -> dict[str, str]:
     return {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-", "If-Range": tag} if start and tag else {})
 
 
-def _require_announced(answer: httpx.Response, before: int, file: CheckpointFile) -> None:
+def _require_announced(answer: httpx.Response, before: int, tag: str, file: CheckpointFile) -> None:
     """Raises ExportIncomplete."""
     encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -84,6 +85,8 @@ def _require_announced(answer: httpx.Response, before: int, file: CheckpointFile
             said = answer.headers.get("content-range", "no Content-Range")
             raise ExportIncomplete(f"{file['path']} was asked for from byte {before} on, and came as {said!r}")
         _require_size(int(given[2]), file)
+        if (theirs := answer.headers.get("etag", "no ETag")) != tag:
+            raise ExportIncomplete(f"{file['path']} was begun as {tag}, and came as {theirs} from byte {before} on")
     elif (length := answer.headers.get("content-length", "")).isdecimal():
         _require_size(int(length), file)
 

@@ -119,7 +119,7 @@ def _fetched(client: Client, checkpoint: str, to: Path) -> int:
     except ExportIncomplete as error:
         raise CommandError(str(error)) from error
     except OSError as error:
-        raise CommandError(f"{error.filename or to}: {error.strerror}") from error
+        raise CommandError(f"{error.filename or to}: {error.strerror or error}") from error
     print(to)
     return 0
 

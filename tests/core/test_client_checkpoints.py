@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class Installation:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if "/export/files/" not in request.url.path:
-            return httpx.Response(200, json={"id": ID, "files": [], "export": self.export})
+            return httpx.Response(200, text=json.dumps({"id": ID, "files": [], "export": self.export}))
         number = len(self.ranges)
         content = self._contents[min(number, len(self._contents) - 1)]
         tag, asked = f'"{hash(content)}"', request.headers.get("range")
@@ -139,6 +140,19 @@ def test_a_connection_that_gives_nothing_more_is_given_up_and_leaves_nothing(tmp
         fetched(answer, tmp_path / "model", slept)
     assert (len(answer.ranges), len(slept)) == (TRIES + 1, TRIES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_who_always_begins_anew_and_never_comes_further_is_given_up(tmp_path: Path) -> None:
+    answer = Installation([WEIGHTS, WEIGHTS[::-1]] * TRIES, [5000, 3000] * TRIES)
+    with pytest.raises(ExportIncomplete, match="broke off after"):
+        fetched(answer, tmp_path / "model")
+    assert len(answer.ranges) == TRIES + 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_name_of_a_directory_is_as_good_as_a_short_one(tmp_path: Path) -> None:
+    to = tmp_path / ("\N{OX}" * 63)
+    assert (fetched(Installation([WEIGHTS], [None]), to) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 @pytest.mark.parametrize("size", [0, len(WEIGHTS)])
@@ -227,11 +241,19 @@ def test_an_answer_without_an_end_does_not_fill_the_disk(tmp_path: Path) -> None
         ({"Content-Encoding": "gzip"}, "came as Content-Encoding: gzip"),
         ({"Content-Range": "bytes 2999-10239/10240"}, "from byte 3000 on, and came as 'bytes 2999-10239/10240'"),
         ({"Content-Range": "bytes 3000-10239/20000"}, "has 20000 bytes, and was announced with 10240"),
+        ({"ETag": '"another"'}, 'came as "another" from byte 3000 on'),
     ],
 )
 def test_what_something_on_the_way_has_changed_is_told(tmp_path: Path, headers: dict[str, str], told: str) -> None:
+    answer = Installation([WEIGHTS], [3000, None])
+
+    def changed(request: httpx.Request) -> httpx.Response:
+        given = answer(request)
+        given.headers.update(headers if len(answer.ranges) > 1 else {})
+        return given
+
     with pytest.raises(ExportIncomplete, match=re.escape(told)):
-        fetched(Installation([WEIGHTS], [3000, None], headers=headers), tmp_path / "model")
+        fetched(changed, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,7 +270,20 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
 
 @pytest.mark.parametrize(
     "path",
-    ["../model.safetensors", "/tmp/model.safetensors", "a//b", "", "a\\..\\b", "./a", "C:/x", "C:x", "a\0b", "a\nb"],
+    [
+        "../model.safetensors",
+        "/tmp/model.safetensors",
+        "a//b",
+        "",
+        "a\\..\\b",
+        "./a",
+        "C:/x",
+        "C:x",
+        "a\0b",
+        "a\nb",
+        "a\x9fb",
+        "a\ud800b",
+    ],
 )
 def test_no_name_leads_out_of_the_directory(tmp_path: Path, path: str) -> None:
     answer = Installation([WEIGHTS], [None], listed=[path])

@@ -44,7 +44,7 @@ class FileDownload(Response):
     async def _opened(self) -> AsyncIterator[tuple[BinaryIO, os.stat_result]]:
         try:
             file = await asyncio.to_thread(self._path.open, "rb")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise self._missing from None
         try:
             yield file, await asyncio.to_thread(os.fstat, file.fileno())
